@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from torch import Tensor, nn
 
 import dynmo
 from dynmo.runtime.state.layer_store import LayerStore
-
-BATCH = 9
+from tests.pipeline import jobs
 
 
 class Adapted(nn.Module):
@@ -29,14 +29,14 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(4, 12).requires_grad_(False), *(Adapted(12) for _ in range(3))]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 12, generator=generator)
+batch = partial(jobs.batch, rows=9, targets=12)
 
 
-def make(world: dynmo.World, **options: Any) -> dynmo.Pipeline:
-    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-    return dynmo.Pipeline(model, world, microbatches=3, precision="bfloat16", **options)
+def make(
+    world: dynmo.World, modules: list[nn.Module] | None = None, **options: Any
+) -> dynmo.Pipeline:
+    given = {"microbatches": 3, "precision": "bfloat16"} | options
+    return jobs.make(world, modules or layers(), **given)
 
 
 def store_of(pipeline: dynmo.Pipeline) -> LayerStore:
@@ -76,24 +76,13 @@ def train(world: dynmo.World, folder: str, resumes: bool) -> dict[str, Any]:
 
 
 def resume_frozen(world: dynmo.World, folder: str) -> str:
-    """Trains a layer on two replicas, and resumes with the layer frozen. Returns the digest.
-
-    One replica owns its only weight, with ZeRO-1.
-    """
+    """Trains a layer of one weight with ZeRO-1, and resumes with the layer frozen."""
     digests = list[str]()
     for trains in (True, False):
         torch.manual_seed(0)
         layer, other = nn.Linear(4, 12, bias=False), nn.Linear(12, 12)
-        model = dynmo.Sequential([layer.requires_grad_(trains), other], loss=nn.functional.mse_loss)
-        pipeline = dynmo.Pipeline(
-            model,
-            world,
-            microbatches=3,
-            replicas=2,
-            zero=1,
-            precision="bfloat16",
-            resume=None if trains else folder,
-        )
+        modules: list[nn.Module] = [layer.requires_grad_(trains), other]
+        pipeline = make(world, modules, replicas=2, zero=1, resume=None if trains else folder)
         if trains:
             pipeline.step(*batch(0))
             pipeline.save(folder)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,18 +25,24 @@ def layers(seed: int = 0) -> list[nn.Module]:
     return [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [8, 4] and targets [8, 3]."""
+def batch(
+    step: int, rows: int = BATCH, inputs: int = 4, targets: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    first = torch.randn(rows, inputs, generator=generator)
+    return first, torch.randn(rows, targets, generator=generator)
+
+
+def make(
+    world: dynmo.World, modules: list[nn.Module] | None = None, **options: Any
+) -> dynmo.Pipeline:
+    model = dynmo.Sequential(modules or layers(), loss=nn.functional.mse_loss)
+    return dynmo.Pipeline(model, world, **{"microbatches": 4, "schedule": "zb-h1"} | options)
 
 
 def train(world: dynmo.World, replicas: int = 1) -> dict[str, Any]:
     """Trains with `dynmo.Pipeline`. Ranks between the first and the last stage give no data."""
-    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(
-        model, world, microbatches=4 // replicas, schedule="zb-h1", replicas=replicas
-    )
+    pipeline = make(world, microbatches=4 // replicas, replicas=replicas)
     mine = pipeline.modules
 
     def own(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,34 +98,31 @@ def train_odd_layers(world: dynmo.World) -> dict[str, Any]:
 
 
 def first_placement(world: dynmo.World) -> list[int]:
-    """Returns the first placement under `dynmo.Balance`."""
-    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     balance = dynmo.Balance(balancer="none", initial=(3, 1))
-    return list(dynmo.Pipeline(model, world, microbatches=2, balance=balance).partition.counts)
+    return list(make(world, balance=balance).partition.counts)
 
 
-def uncounted(world: dynmo.World, replicas: int = 1) -> str:
-    """Returns the error of a batch without any counted target."""
+def uncounted(world: dynmo.World, **options: Any) -> list[Any]:
+    """Returns the errors of a batch without any counted target, and whether all weights stayed."""
     torch.manual_seed(0)
     model = dynmo.Sequential([nn.Embedding(16, 4), nn.Linear(4, 16)])
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, replicas=replicas)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
+    before, told = pipeline.digest(), list[Any]()
     ids, targets = lengths(0)
     targets[:] = -100
-    try:
-        pipeline.step(ids, targets)
-    except dynmo.DynmoError as error:
-        return str(error)
-    return "no error"
+    forms: list[Any] = [(ids, targets), ({"input": ids, "labels": targets},)]
+    for given in forms:
+        with pytest.raises(dynmo.DynmoError) as refused:
+            pipeline.step(*given)
+        told.append(str(refused.value))
+    return [*told, pipeline.digest() == before]
 
 
 def seeded_otherwise(world: dynmo.World) -> str:
     """Each rank makes its layers under a seed of its own."""
-    model = dynmo.Sequential(layers(seed=world.rank), loss=nn.functional.mse_loss)
-    try:
-        dynmo.Pipeline(model, world, microbatches=2)
-    except InputError as error:
-        return str(error)
-    return "no error"
+    with pytest.raises(InputError) as refused:
+        make(world, layers(seed=world.rank))
+    return str(refused.value)
 
 
 def sharded(world: dynmo.World, by: str, replicas: int = 1) -> dict[str, Any]:
@@ -127,16 +131,10 @@ def sharded(world: dynmo.World, by: str, replicas: int = 1) -> dict[str, Any]:
     This is "rank", "replica", "targets" (those alone are drawn by rank), or "middle" (rank 1 alone
     has another batch). A last step has one batch again.
     """
-    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, microbatches=2, schedule="zb-h1", replicas=replicas)
+    pipeline = make(world, microbatches=2, replicas=replicas)
     pipeline.step(*batch(0))
-    seed = {
-        "rank": world.rank,
-        "replica": world.rank % replicas,
-        "targets": world.rank,
-        "middle": world.rank == 1,
-    }[by]
-    inputs, targets = batch(int(seed))
+    seeds = {"replica": world.rank % replicas, "middle": int(world.rank == 1)}
+    inputs, targets = batch(seeds.get(by, world.rank))
     given = (batch(0)[0] if by == "targets" else inputs, targets)
     before, errors = pipeline.digest(), list[str]()
     for call in (pipeline.step, pipeline.evaluate):
@@ -152,15 +150,12 @@ def sharded(world: dynmo.World, by: str, replicas: int = 1) -> dict[str, Any]:
 def threaded(world: dynmo.World) -> list[Any]:
     """Calls `dynmo.init` with another number of threads on each rank, and then with one number."""
     del world
-    said, before = list[Any](), torch.get_num_threads()
-    rank = torch.distributed.get_rank()
-    for threads in (rank + 1, 2):
-        try:
-            with dynmo.init(device="cpu", threads=threads):
-                said.append(torch.get_num_threads())
-        except InputError as error:
-            said.append(str(error))
-    return [*said, torch.get_num_threads() - before]
+    before, own = torch.get_num_threads(), torch.distributed.get_rank() + 1
+    with pytest.raises(InputError) as refused, dynmo.init(device="cpu", threads=own):
+        pass
+    with dynmo.init(device="cpu", threads=2):
+        threads = torch.get_num_threads()
+    return [str(refused.value), threads, torch.get_num_threads() - before]
 
 
 def held_groups(world: dynmo.World) -> str:
@@ -174,11 +169,8 @@ def reshaped(world: dynmo.World) -> dict[str, Any]:
     """Trains a loop whose mesh changes: one pipeline of all ranks, then as many replicas."""
     told: list[Event] = []
     plan = [(2, 1, world.size)] if world.size > 1 else []
-    pipeline = dynmo.Pipeline(
-        dynmo.Sequential(layers(), loss=nn.functional.mse_loss),
+    pipeline = make(
         world,
-        microbatches=4,
-        schedule="zb-h1",
         reduction_slots=2,
         elastic=dynmo.Elastic(reshape_at=plan),
         cases=[dynmo.Freezing(schedule=[(3, 1)])],
@@ -219,30 +211,28 @@ def changing_shape(
         folder: Where to save at the end. Another pipeline then goes on from there for two steps.
         refuses: Whether the first change of the schedule is tried without room before.
     """
-    options: dict[str, Any] = {
-        "microbatches": 4 // replicas,
-        "schedule": "auto",
-        "replicas": replicas,
-        "reduction_slots": 2,
-        "balance": "none",
-        "max_grad_norm": 0.5,
-        "post_validation": post_validation,
-    }
 
-    def make(**more: Any) -> dynmo.Pipeline:
-        model = dynmo.Sequential(deep_layers(), loss=nn.functional.mse_loss)
-        return dynmo.Pipeline(model, world, **options, **more)
+    def deep(**more: Any) -> dynmo.Pipeline:
+        return make(
+            world,
+            deep_layers(),
+            microbatches=4 // replicas,
+            schedule="auto",
+            replicas=replicas,
+            reduction_slots=2,
+            balance="none",
+            max_grad_norm=0.5,
+            post_validation=post_validation,
+            **more,
+        )
 
-    share = BATCH // replicas
+    def own(step: int) -> list[torch.Tensor]:
+        return [x.chunk(replicas)[pipeline.replica] for x in batch(step)]
 
-    def advance(pipeline: dynmo.Pipeline, step: int) -> None:
-        inputs, targets = (x[pipeline.replica * share :][:share] for x in batch(step))
-        if pipeline.needs_data:
-            results.extend(pipeline.advance(inputs, targets))
-        else:
-            results.extend(pipeline.advance())
+    def advance(step: int) -> None:
+        results.extend(pipeline.advance(*(own(step) if pipeline.needs_data else ())))
 
-    pipeline, results, names = make(), list[dynmo.StepResult](), list[str]()
+    pipeline, results, names = deep(), list[dynmo.StepResult](), list[str]()
     refused = list[str]()
     for step, (name, counts) in enumerate(shapes):
         if world.size > 1:
@@ -250,15 +240,15 @@ def changing_shape(
                 refused = _refused(pipeline, name, counts)
             pipeline.move(counts, name)
         names.append(pipeline.schedule.name)
-        advance(pipeline, step)
+        advance(step)
     results += pipeline.drain()
-    evaluated = pipeline.evaluate(*(x[pipeline.replica * share :][:share] for x in batch(99)))
+    evaluated = pipeline.evaluate(*own(99))
     if folder is not None:
         pipeline.save(folder)
-        pipeline = make(resume=folder)
+        pipeline = deep(resume=folder)
         names.append(pipeline.schedule.name)
         for step in range(len(shapes), len(shapes) + 2):
-            advance(pipeline, step)
+            advance(step)
         results += pipeline.drain()
     return {
         "names": names,
@@ -291,10 +281,9 @@ def _refused(pipeline: dynmo.Pipeline, name: str, counts: list[int]) -> list[str
     with mock.patch.object(migration, "room_for", room):
         for rule in (no_room, ()):
             engine.layouts = replace(layouts, recompute=rule)
-            try:
+            with pytest.raises((NoRoomError, RunError)) as error:
                 pipeline.move(counts, name)
-            except (NoRoomError, RunError) as error:
-                told.append(str(error))
+            told.append(str(error.value))
             assert state() == before
     engine.layouts = layouts
     return told
@@ -302,9 +291,6 @@ def _refused(pipeline: dynmo.Pipeline, name: str, counts: list[int]) -> list[str
 
 def resumed_otherwise(world: dynmo.World, folder: str) -> dict[str, Any]:
     """Goes on from a checkpoint of `changing_shape` for one step, with one stage a rank."""
-    model = dynmo.Sequential(deep_layers(), loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(
-        model, world, microbatches=4, schedule="zb-h1", reduction_slots=2, resume=folder
-    )
+    pipeline = make(world, deep_layers(), reduction_slots=2, resume=folder)
     pipeline.step(*batch(2))
     return {"name": pipeline.schedule.name, "weights": pipeline.digest()}

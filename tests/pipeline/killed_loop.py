@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import dynmo
-from tests.pipeline.loading import number_of
+from tests.pipeline.loading import make, numbers
 
 
 def kill_after(events: int) -> None:
@@ -32,28 +32,13 @@ def main(
     model: str, source: str, folder: Path, steps: int, journal: Path, begun: int, events: int
 ) -> None:
     with dynmo.init(device="cpu", threads=1) as world:
-        pipeline = dynmo.Pipeline(
-            dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32)),
-            world,
-            microbatches=6 // world.size,
-            replicas=world.size,
-        )
-        loader = dynmo.Loader(
-            pipeline,
-            source,
-            micro_batch=2,
-            sequence=32,
-            batching="grouped",
-            streaming=True,
-            block=24,
-        )
+        pipeline, loader = make(world, model, source, 6, True, replicas=world.size)
         if folder.is_dir() and list(folder.glob("step-*/manifest.json")):
             pipeline.load(folder)
             loader.load_state_dict(pipeline.extra["data"])
         with journal.open("w") as file:
             for batch in loader:
-                rows = [row for each in batch or [] for row in each["input_ids"].tolist()]
-                row = {"step": pipeline.steps, "numbers": [number_of(row) for row in rows]}
+                row = {"step": pipeline.steps, "numbers": numbers(batch)}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 begun -= 1

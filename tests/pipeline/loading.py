@@ -20,8 +20,27 @@ def records() -> Iterator[dict[str, list[int]]]:
         yield {"input_ids": [1, number, *range(number % 7)]}
 
 
-def number_of(row: list[int]) -> int:
-    return row[1]
+def numbers(batch: Any) -> list[int]:
+    """The numbers of the records of a batch."""
+    return [row[1] for each in batch or [] for row in each["input_ids"].tolist()]
+
+
+def make(
+    world: dynmo.World, model: str, source: Any, microbatches: int, streaming: bool, **options: Any
+) -> tuple[dynmo.Pipeline, dynmo.Loader]:
+    replicas = options.get("replicas", 1)
+    layers = dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32))
+    pipeline = dynmo.Pipeline(layers, world, microbatches=microbatches // replicas, **options)
+    loader = dynmo.Loader(
+        pipeline,
+        source,
+        micro_batch=2,
+        sequence=32,
+        batching="grouped",
+        streaming=streaming,
+        block=24 if streaming else 1000,
+    )
+    return pipeline, loader
 
 
 def train(
@@ -43,14 +62,6 @@ def train(
         if table is not None:
             table(event)
 
-    pipeline = dynmo.Pipeline(
-        dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32)),
-        world,
-        microbatches=12 // replicas,
-        replicas=replicas,
-        reduction_slots=slots,
-        listen=listen,
-    )
     taken = 0
 
     def counted() -> Iterator[dict[str, list[int]]]:
@@ -59,23 +70,16 @@ def train(
             taken += 1
             yield record
 
-    loader = dynmo.Loader(
-        pipeline,
-        counted if streaming else list(records()),
-        micro_batch=2,
-        sequence=32,
-        batching="grouped",
-        streaming=streaming,
-        block=24 if streaming else 1000,
-    )
+    source = counted if streaming else list(records())
+    options = {"replicas": replicas, "reduction_slots": slots, "listen": listen}
+    pipeline, loader = make(world, model, source, 12, streaming, **options)
     if load:
         assert folder is not None
         pipeline.load(folder)
         loader.load_state_dict(pipeline.extra["data"])
     read = list[list[int]]()
     for batch in loader:
-        rows = [row for each in batch or [] for row in each["input_ids"].tolist()]
-        read.append([number_of(row) for row in rows])
+        read.append(numbers(batch))
         pipeline.step(batch)
         if pipeline.steps == steps:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,8 +38,7 @@ class Head(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, VOCABULARY)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        del mask
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         return self.linear(x)
 
 
@@ -60,30 +61,35 @@ def make_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": draw(VOCABULARY), "attention_mask": draw(2), "labels": labels}
 
 
-def plain_losses(steps: int, microbatches: int = 4) -> tuple[list[float], nn.Module]:
-    """Trains one module in plain torch, as transformers' `num_items_in_batch` weighs tokens."""
-    layers = make_layers()
-    model = nn.ModuleList(layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def cut(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    parts = {name: each.chunk(count) for name, each in batch.items()}
+    return [{name: each[j] for name, each in parts.items()} for j in range(count)]
+
+
+def plain_losses(
+    layers: nn.ModuleList,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[list[dict[str, Tensor]]],
+    max_norm: float = math.inf,
+) -> list[float]:
+    """Trains in plain torch, as transformers' `num_items_in_batch` weighs tokens."""
     losses = list[float]()
-    for step in range(steps):
-        batch = make_batch(step)
-        total = (batch["labels"] != -100).sum()
+    for batch in batches:
+        total = torch.stack([(each["labels"] != -100).sum() for each in batch]).sum()
         optimizer.zero_grad()
         loss = torch.zeros(())
-        for rows in range(0, BATCH, BATCH // microbatches):
-            cut = {name: each[rows : rows + BATCH // microbatches] for name, each in batch.items()}
-            out: Any = (cut["input_ids"], cut["attention_mask"])
+        for each in batch:
+            out: Any = [value for name, value in each.items() if name != "labels"]
             for layer in layers:
                 out = layer(*out)
-            part = functional.cross_entropy(
-                out.flatten(0, 1), cut["labels"].flatten(), reduction="sum"
-            )
+            labels = each["labels"].flatten()
+            part = functional.cross_entropy(out.flatten(0, 1), labels, reduction="sum")
             (part / total).backward()
             loss += part.detach() / total
+        nn.utils.clip_grad_norm_(layers.parameters(), max_norm)
         optimizer.step()
         losses.append(float(loss))
-    return losses, model
+    return losses
 
 
 def train(
@@ -112,14 +118,8 @@ def train(
     def own(step: int) -> Any:
         if not pipeline.needs_data:
             return None
-        rows = BATCH // replicas
-        batch = {
-            name: each[pipeline.replica * rows :][:rows] for name, each in make_batch(step).items()
-        }
-        if not as_list:
-            return batch
-        parts = {name: each.unflatten(0, (count, -1)) for name, each in batch.items()}
-        return [{name: each[j] for name, each in parts.items()} for j in range(count)]
+        batch = cut(make_batch(step), replicas)[pipeline.replica]
+        return cut(batch, count) if as_list else batch
 
     for step in range(4):
         if moves and step == 2:
@@ -142,17 +142,3 @@ def train(
         "sums": sums,
         "weights": pipeline.digest(),
     }
-
-
-def uncounted(world: dynmo.World, post_validation: bool = False) -> dict[str, Any]:
-    """Returns the error of a batch without any counted target, and that nothing changed."""
-    pipeline = dynmo.Pipeline(
-        dynmo.Sequential(make_layers()), world, microbatches=4, post_validation=post_validation
-    )
-    before, batch = pipeline.digest(), make_batch(0)
-    batch["labels"][:] = -100
-    try:
-        pipeline.step(batch)
-    except dynmo.DynmoError as error:
-        return {"error": str(error), "unchanged": pipeline.digest() == before}
-    return {"error": "none", "unchanged": True}

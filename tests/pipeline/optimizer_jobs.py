@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
+from tests.pipeline import jobs
 
 BATCH, MICROBATCHES, STEPS = 12, 4, 5
 NO_CLIPPING = 0.0
@@ -25,11 +26,7 @@ def layers() -> list[nn.Module]:
     ]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 3, generator=generator)
-
-
+batch = partial(jobs.batch, rows=BATCH)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MUON = partial(torch.optim.Muon, lr=1e-2, weight_decay=0.05)
 
@@ -99,9 +96,8 @@ def reference(name: str) -> dict[str, Tensor]:
 
 
 def make(world: dynmo.World, name: str, **options: Any) -> dynmo.Pipeline:
-    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     given = {"microbatches": MICROBATCHES, "max_grad_norm": NO_CLIPPING} | OPTIMIZERS[name]
-    return dynmo.Pipeline(model, world, **given | options)
+    return jobs.make(world, layers(), **given | options)
 
 
 def train(
@@ -125,30 +121,16 @@ def train(
                 pipeline.save(path)
                 if world.rank == 0:
                     torch.save(changing[0].state_dict(), f"{path}/scheduler.pt")
-            share = _share(world, options.get("replicas", 1))
-            inputs, targets = batch(step)
-            pipeline.step(inputs[share], targets[share])
+            replicas = options.get("replicas", 1)
+            pipeline.step(*(x.chunk(replicas)[world.rank % replicas] for x in batch(step)))
             for each in changing:
                 each.step()
         state = pipeline.state_dict()
         expected = reference(name) if world.rank == 0 else {}
-        out.append(
-            {
-                "name": name,
-                "weights": pipeline.digest(),
-                "difference": max(
-                    (float((state[key] - expected[key]).abs().max()) for key in expected),
-                    default=0.0,
-                ),
-                "bytes": [cost.optimizer_bytes for cost in pipeline.costs()],
-            }
-        )
+        apart = [float((state[key] - expected[key]).abs().max()) for key in expected]
+        told = {"name": name, "weights": pipeline.digest(), "difference": max(apart, default=0.0)}
+        out.append(told | {"bytes": [cost.optimizer_bytes for cost in pipeline.costs()]})
     return out
-
-
-def _share(world: dynmo.World, replicas: int) -> slice:
-    size = BATCH // replicas
-    return slice(world.rank % replicas * size, (world.rank % replicas + 1) * size)
 
 
 def advance(world: dynmo.World, names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
@@ -178,8 +160,7 @@ def sharded(world: dynmo.World, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         given = OPTIMIZERS.get(name) or {"optimizer": classes[name]}
         try:
-            model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-            dynmo.Pipeline(model, world, microbatches=2, replicas=2, zero=1, **given)
+            jobs.make(world, layers(), microbatches=2, replicas=2, zero=1, **given)
             out[name] = ""
         except dynmo.DynmoError as error:
             out[name] = str(error)

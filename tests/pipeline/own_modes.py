@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 import dynmo
 from dynmo.runtime.layer.modes import evaluating_parts
+from tests.pipeline import jobs
 
-STEPS, BATCH, MICROBATCHES = 6, 9, 3
+STEPS, MICROBATCHES = 6, 3
 
 
 class Block(nn.Module):
@@ -28,21 +30,13 @@ def layers(rate: float = 0.5) -> list[nn.Module]:
     return [nn.Linear(8, 8), *(Block(rate) for _ in range(4))]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 8, generator=generator), torch.randn(BATCH, 8, generator=generator)
-
-
-def make(world: dynmo.World, made: list[nn.Module], **options: Any) -> dynmo.Pipeline:
-    model = dynmo.Sequential(made, loss=nn.functional.mse_loss)
-    return dynmo.Pipeline(
-        model,
-        world,
-        microbatches=MICROBATCHES,
-        max_grad_norm=0,
-        optimizer=dynmo.SGD(lr=0.1, momentum=0.0, weight_decay=0.0),
-        **options,
-    )
+batch = partial(jobs.batch, rows=9, inputs=8, targets=8)
+make = partial(
+    jobs.make,
+    microbatches=MICROBATCHES,
+    max_grad_norm=0,
+    optimizer=dynmo.SGD(lr=0.1, momentum=0.0, weight_decay=0.0),
+)
 
 
 def modes(pipeline: dynmo.Pipeline) -> dict[int, list[str]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import dynmo
 from dynmo.runtime.comm.world import World as RuntimeWorld
+from tests.pipeline.jobs import make
+from tests.pipeline.named_batches import VOCABULARY, Head
 
-VOCABULARY, HIDDEN = 16, 8
+HIDDEN = 8
 
 
 class Embed(nn.Module):
@@ -36,16 +40,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         turned = self.norm(x) * cosine + x.roll(1, -1) * sine
         return x + self.linear(turned).tanh(), cosine, sine
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, VOCABULARY)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        del cosine, sine
-        return self.linear(x)
 
 
 def make_layers() -> list[nn.Module]:
@@ -113,27 +107,18 @@ def counting() -> Iterator[dict[str, int]]:
         sent["bytes"] += tensor.nbytes
         return send(self, tensor, *given, **options)
 
-    RuntimeWorld.send = counted
-    try:
+    with mock.patch.object(RuntimeWorld, "send", counted):
         yield sent
-    finally:
-        RuntimeWorld.send = send
 
 
 def alike(world: dynmo.World, as_list: bool, steps: int = 3) -> dict[str, int]:
     """Counts what steps of equal shapes send, from a list or from tensors."""
     pipeline = dynmo.Pipeline(dynmo.Sequential(make_layers()), world, microbatches=4)
-    given = [
-        {
-            name: torch.cat([each[name] for each in make_batch(1, 4)])
-            for name in ("input_ids", "labels")
-        }
-    ] * steps
+    several = make_batch(1, 4)
+    whole = {name: torch.cat([each[name] for each in several]) for name in several[0]}
     with counting() as sent:
-        for batch in given:
-            rows = {name: each.unflatten(0, (4, 3)) for name, each in batch.items()}
-            several = [{name: each[j] for name, each in rows.items()} for j in range(4)]
-            pipeline.step(several if as_list else batch)
+        for _ in range(steps):
+            pipeline.step(several if as_list else whole)
     return sent
 
 
@@ -152,10 +137,7 @@ def fickle(world: dynmo.World) -> str:
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2), Fickle(2, 2), nn.Linear(2, 2)]
     Fickle.calls = 0
-    model = dynmo.Sequential(layers, nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, microbatches=3, schedule="1f1b")
-    try:
+    pipeline = make(world, layers, microbatches=3, schedule="1f1b")
+    with pytest.raises(dynmo.DynmoError) as refused:
         pipeline.step(torch.ones(3, 2), torch.ones(3, 2))
-    except dynmo.DynmoError as error:
-        return str(error)
-    return "no error"
+    return str(refused.value)

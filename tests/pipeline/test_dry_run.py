@@ -52,10 +52,7 @@ def test_parameters_and_static_bytes() -> None:
 
 
 def test_stash_bytes_match_a_hand_computation() -> None:
-    """W needs the ids and the output gradient of the embedding.
-
-    W also needs the input and the output gradient of every linear.
-    """
+    """W needs the embedding's ids, the inputs of linears, and the output gradients of both."""
     costs = shape_costs(parse(TINY).options, model_of(parse(TINY)))
     embedding = TOKENS * 8 + 4 * TOKENS * 8
     attention = 4 * TOKENS * ((8 + 3 * 8) + (8 + 8))
@@ -66,10 +63,7 @@ def test_stash_bytes_match_a_hand_computation() -> None:
 
 
 def test_memory_of_1f1b_matches_a_hand_computation() -> None:
-    """1F1B on two ranks. No W is pending.
-
-    The first rank has two microbatches in flight, and the last rank has one.
-    """
+    """The first rank has two microbatches in flight, and the last one has one. No W is pending."""
     config = parse(TINY)
     costs = shape_costs(config.options, model_of(config))
     plan = plan_run(config)
@@ -81,17 +75,14 @@ def test_memory_of_1f1b_matches_a_hand_computation() -> None:
         # the B after the first W, when there are gradients: it has then taken two messages. (The
         # last as much in the F before it.)
         messages = 3 * costs[1].output_bytes
+        first, second = own
         workspace = max(
-            own[1].workspace_bytes,
-            own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank,
+            second.workspace_bytes,
+            first.workspace_bytes - second.activation_bytes + second.stash_bytes * rank,
         )
-        expected = (
-            sum(16 * c.parameters + in_flight * c.activation_bytes for c in own)
-            + messages
-            + workspace
-        )
-        expected += sum(TABLES[2 * rank : 2 * rank + 2])
-        assert plan.memory[rank] == expected
+        held = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own)
+        tables = sum(TABLES[2 * rank : 2 * rank + 2])
+        assert plan.memory[rank] == held + messages + workspace + tables
     assert plan.to_json()["microbatches"] == 5
     assert "names" not in plan.to_json()
     assert plan.table().row_count == 2
@@ -99,10 +90,7 @@ def test_memory_of_1f1b_matches_a_hand_computation() -> None:
 
 @pytest.mark.parametrize("sequence", [4, 64])
 def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
-    """The prediction is exact to the byte.
-
-    This includes attention, which keeps no tensor that grows with the square of the sequence.
-    """
+    """Attention keeps no tensor that grows with the square of the sequence."""
     config = parse(TINY | {"model": TINY["model"] | {"sequence": sequence}})
     model = model_of(config)
     costs, pipe = shape_costs(config.options, model), pipeline(model)
@@ -113,33 +101,25 @@ def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field
 
 
-def test_dry_run_allocates_no_memory_and_draws_no_numbers() -> None:
-    """The model is far larger than the memory of this machine.
-
-    The random state of the process does not change.
-    """
-    huge = parse(
-        {
-            "model": {"blocks": 1, "hidden": 131072, "heads": 256},
-            "train": {"micro_batch": 8},
-            "parallel": {"pipeline": 2},
-        }
-    )
-    plan = plan_run(huge)
+def test_dry_run_allocates_no_memory() -> None:
+    """The model is far larger than the memory of this machine."""
+    huge = {"blocks": 1, "hidden": 131072, "heads": 256}
+    plan = plan_run(parse(TINY | {"model": huge, "train": {"micro_batch": 8}}))
     assert sum(plan.parameters) > 1e11
     assert min(plan.memory) > 16 * min(plan.parameters)
 
 
+def _limited(limit: int, **train: object) -> RunPlan:
+    pipeline = {"schedule": "1f1b", "memory_limit": limit}
+    return plan_run(parse(_with(**train) | {"pipeline": pipeline}))
+
+
 def test_memory_limit_is_checked_to_the_byte() -> None:
     wanted = max(plan_run(parse(TINY)).memory)
-
-    def limited(limit: int) -> RunPlan:
-        return plan_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}))
-
-    assert limited(wanted).limit == wanted
+    assert _limited(wanted).limit == wanted
     says = f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}"
     with pytest.raises(PartitionError, match=says):
-        limited(wanted - 1)
+        _limited(wanted - 1)
 
 
 def test_gpipe_keeps_every_microbatch() -> None:
@@ -182,18 +162,13 @@ def test_recompute_auto_is_used_if_memory_is_short() -> None:
     kept, recomputed = (plan_run(parse(_with(recompute=word))) for word in ("none", "all"))
     assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
     assert max(recomputed.memory) < max(kept.memory)
-
-    def planned(limit: int) -> RunPlan:
-        pipeline = {"schedule": "1f1b", "memory_limit": limit}
-        return plan_run(parse(_with(recompute="auto") | {"pipeline": pipeline}))
-
     for limit in (max(kept.memory) - 1, max(recomputed.memory)):
-        plan = planned(limit)
+        plan = _limited(limit, recompute="auto")
         assert max(plan.memory) <= limit
         assert plan.recompute
-    assert not planned(max(kept.memory)).recompute
+    assert not _limited(max(kept.memory), recompute="auto").recompute
     with pytest.raises(PartitionError, match="rank 0 needs"):
-        planned(min(recomputed.memory) // 2)
+        _limited(min(recomputed.memory) // 2, recompute="auto")
 
 
 def test_emulated_layers_do_not_sleep() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import dynmo
 from tests.pipeline.adapters import batch, layers, make, masters, store_of
@@ -47,11 +48,11 @@ def test_thawed_parameter_gets_its_master_from_the_rounded_value(world: dynmo.Wo
 
 def test_resume_keeps_the_layers_that_train_now(world: dynmo.World, tmp_path: Path) -> None:
     """A checkpoint of a model whose layer 1 trained whole: its masters stay."""
-    model = dynmo.Sequential(
-        [layer.requires_grad_(index > 0) for index, layer in enumerate(layers())],
-        loss=torch.nn.functional.mse_loss,
-    )
-    first = dynmo.Pipeline(model, world, microbatches=3, precision="bfloat16")
+
+    def whole() -> list[nn.Module]:
+        return [layer.requires_grad_(index > 0) for index, layer in enumerate(layers())]
+
+    first = make(world, whole())
     first.step(*batch(0))
     first.save(tmp_path)
     second = make(world, resume=tmp_path)
@@ -61,7 +62,7 @@ def test_resume_keeps_the_layers_that_train_now(world: dynmo.World, tmp_path: Pa
     assert "1.base.weight" in masters(second)
     second.step(*batch(1))
     assert torch.equal(second.state_dict()["1.base.weight"], first.state_dict()["1.base.weight"])
-    third = dynmo.Pipeline(model, world, microbatches=3, precision="bfloat16", resume=tmp_path)
+    third = make(world, whole(), resume=tmp_path)
     assert third.modules[1].get_parameter("base.weight").requires_grad
 
 

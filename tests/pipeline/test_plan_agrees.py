@@ -54,10 +54,7 @@ def cut(random: Random, layers: int, stages: int) -> Partition:
 
 
 def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
-    """Draws costs, a memory limit and a frozen prefix.
-
-    Returns what a run and a plan make of each.
-    """
+    """Draws costs, a limit and a frozen prefix. Returns what a run and a plan make of each."""
     random, out = Random(replicas), list[dict[str, Any]]()
     world = arrange(world, replicas)
     for _ in range(cases):
@@ -68,20 +65,8 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
         frozen = random.choice([0, 0, random.randrange(count)])
         costs = elide([layer(random, sized) for _ in range(count)], frozen, range(frozen))
         limit = random.randrange(4000, 40_000) if sized and random.random() < 0.7 else None
-        model = model_of(
-            parse(
-                {
-                    "model": {
-                        "kind": "emulated",
-                        "layers": count,
-                        "f": 0.0,
-                        "b": 0.0,
-                        "w": 0.0,
-                        "bytes": 8,
-                    }
-                }
-            )
-        )
+        emulated = {"kind": "emulated", "layers": count, "bytes": 8, **dict.fromkeys("fbw", 0.0)}
+        model = model_of(parse({"model": emulated}))
         engine = Engine(
             world,
             model,
@@ -121,14 +106,10 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
     ("replicas", "cases"), mostly_matrix([(1, 120), (2, 60), (2, 30)], everyday=[(2, 30)])
 )
 def test_plan_and_run_make_the_same_schedule(pool: Pool, replicas: int, cases: int) -> None:
-    results = pool.run(
-        "tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases
-    )
+    job = "tests.pipeline.test_plan_agrees:compared"
+    results = pool.run(job, replicas, replicas=replicas, cases=cases)
     for said in results[0]:
         assert said["plan"] == said["run"], said["case"]
         assert said.get("refused", False) is not said["fits"], said["case"]
-    limited = [said for said in results[0] if said["limited"]]
-    assert (
-        min(sum(said["fits"] for said in limited), sum(not said["fits"] for said in limited))
-        > cases // 12
-    )
+    limited = [said["fits"] for said in results[0] if said["limited"]]
+    assert min(limited.count(True), limited.count(False)) > cases // 12

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
+from tests.pipeline.named_batches import plain_losses
 from tests.pipeline.ragged_batches import HIDDEN, make_batch, make_layers
 from tests.pool import Pool
 
@@ -30,24 +30,7 @@ def test_losses_are_those_of_plain_torch(alone: dict[str, Any]) -> None:
         lr=3e-4,
         betas=(0.9, 0.95),
     )
-    losses = list[float]()
-    for step in range(6):
-        batch = make_batch(step, 4)
-        total = sum(each["labels"].numel() for each in batch)
-        optimizer.zero_grad()
-        loss = torch.zeros(())
-        for each in batch:
-            out: Any = (each["input_ids"],)
-            for layer in layers:
-                out = layer(*out)
-            part = functional.cross_entropy(
-                out.flatten(0, 1), each["labels"].flatten(), reduction="sum"
-            )
-            (part / total).backward()
-            loss += part.detach() / total
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(loss))
+    losses = plain_losses(layers, optimizer, [make_batch(step, 4) for step in range(6)], 1.0)
     assert alone["losses"] == pytest.approx(losses, rel=1e-5)
 
 

@@ -1,7 +1,4 @@
-"""The trace file in Chrome's Trace Event Format.
-
-Each op appears once, and ops on one rank do not overlap.
-"""
+"""The trace file in Chrome's Trace Event Format."""
 
 from __future__ import annotations
 
@@ -32,6 +29,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def ops(folder: Path) -> list[dict[str, Any]]:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [e for e in events if e["ph"] != "M"]
+
+
 def test_run_writes_a_valid_trace(pool: Pool, tmp_path: Path) -> None:
     pool.run("train_in", 2, config=CONFIG, folder=str(tmp_path))
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -41,7 +43,7 @@ def test_run_writes_a_valid_trace(pool: Pool, tmp_path: Path) -> None:
         e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
     }
     assert named == {0: "rank 0", 1: "rank 1"}
-    slices = [e for e in events if e["ph"] != "M"]
+    slices = ops(tmp_path)
     for e in slices:
         assert (e["ph"], e["pid"]) == ("X", 0)
         assert e["tid"] in named
@@ -109,8 +111,7 @@ def test_tracer_keeps_the_requested_steps(tmp_path: Path, steps: int, kept: list
     if not steps:
         assert not (tmp_path / "trace.json").exists()
         return
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["step"] for e in events if e["ph"] == "X"] == kept
+    assert [e["args"]["step"] for e in ops(tmp_path)] == kept
 
 
 def test_number_of_kept_steps_is_bounded(tmp_path: Path) -> None:
@@ -119,17 +120,13 @@ def test_number_of_kept_steps_is_bounded(tmp_path: Path) -> None:
         tracer.keep_around()
         tracer.observe(step, [Interval("F", 0, 0, HostClock.mark(), HostClock.mark())])
     tracer.finish(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    kept = [e["args"]["step"] for e in events if e["ph"] == "X"]
+    kept = [e["args"]["step"] for e in ops(tmp_path)]
     assert len(kept) <= 64 + 3
     assert kept[-1] == 499
 
 
 class CoarseClock(HostClock):
-    """A clock that tells times between marks as CUDA does.
-
-    They are milliseconds, in float32. Its marks are seconds.
-    """
+    """A clock of seconds that tells times between marks as CUDA does: float32 milliseconds."""
 
     @staticmethod
     def elapsed(start: float, end: float) -> float:
@@ -140,25 +137,15 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
     """The resolution of float32 would be 8 ms after a day."""
     tracer = Tracer(alone(), CoarseClock(), 1)
     day = time.perf_counter() + 86400
-    for step in range(2):
-        tracer.observe(
-            step,
-            [
-                Interval("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4)
-                for j in range(5)
-            ],
-        )
+    for second in (day, day + 1):
+        marks = [second + j * 1e-4 for j in range(6)]
+        spans = enumerate(pairwise(marks))
+        tracer.observe(int(second - day), [Interval("F", 0, j, a, b) for j, (a, b) in spans])
     tracer.finish(tmp_path / "trace.json")
-    lengths = [
-        e["dur"]
-        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        if e["ph"] == "X"
-    ]
-    assert lengths == pytest.approx([100.0] * 5, abs=0.2)
+    assert [e["dur"] for e in ops(tmp_path)] == pytest.approx([100.0] * 5, abs=0.2)
 
 
 def test_unwritable_trace_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The training does not fail if its trace cannot be written."""
     path = tmp_path / "nowhere" / "trace.json"
     Tracer(alone(), HostClock(), 3).finish(path)
     assert caplog.messages == [f"{path} cannot be written: No such file or directory"]

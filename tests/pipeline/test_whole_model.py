@@ -20,12 +20,6 @@ from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, gpt, pipeline, tokens
 
 JOBS = "tests.pipeline.whole_model:"
-MESHES: list[Any] = [
-    pytest.param(2, {}, id="2 ranks"),
-    pytest.param(2, {"schedule": "zb-v"}, id="zb-v"),
-    pytest.param(2, {"precision": "bfloat16"}, id="bfloat16"),
-    pytest.param(4, {"replicas": 2}, id="2 replicas"),
-]
 
 
 def test_state_of_one_rank_is_that_of_the_given_modules(world: World) -> None:
@@ -37,17 +31,20 @@ def test_state_of_one_rank_is_that_of_the_given_modules(world: World) -> None:
     assert not same(state, own), "the state is a copy"
 
 
-@pytest.mark.parametrize(("ranks", "options"), MESHES)
-def test_state_is_gathered_from_all_ranks(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
-    for seen in pool.run(JOBS + "gathered", ranks, **options):
-        assert all(seen.values()), seen
-
-
-@pytest.mark.parametrize(("ranks", "options"), MESHES)
-def test_state_of_rank_0_is_loaded_on_all_ranks(
-    pool: Pool, ranks: int, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {}, id="2 ranks"),
+        pytest.param(2, {"schedule": "zb-v"}, id="zb-v"),
+        pytest.param(2, {"precision": "bfloat16"}, id="bfloat16"),
+        pytest.param(4, {"replicas": 2}, id="2 replicas"),
+    ],
+)
+@pytest.mark.parametrize("job", ["gathered", "loaded"])
+def test_state_is_gathered_from_and_loaded_on_all_ranks(
+    pool: Pool, job: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    for seen in pool.run(JOBS + "loaded", ranks, **options):
+    for seen in pool.run(JOBS + job, ranks, **options):
         assert all(seen.values()), seen
 
 
@@ -115,18 +112,14 @@ def test_state_of_a_module_is_loaded_without_a_copy_of_its_memory(world: World) 
     """The user's modules and tied memory see the new values, and the given state stays as it is."""
     modules = layers()
     pipeline = trained(world, modules, 1)
+    with pytest.raises(CheckpointError, match=r"'0\.weight' of the state has no values"):
+        pipeline.load_state_dict(nn.Sequential(*layers()).to("meta").state_dict())
     parameter, state = modules[0].get_parameter("weight"), nn.Sequential(*layers(3)).state_dict()
     pipeline.load_state_dict(state)
     assert modules[0].get_parameter("weight") is parameter
     assert torch.equal(parameter, state["0.weight"])
     pipeline.step(torch.ones(8, 4), torch.ones(8, 3))
     assert same(state, nn.Sequential(*layers(3)).state_dict())
-
-
-def test_state_without_values_is_refused(world: World) -> None:
-    state = nn.Sequential(*layers()).to("meta").state_dict()
-    with pytest.raises(CheckpointError, match=r"'0\.weight' of the state has no values"):
-        trained(world, layers(), 0).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
-from tests.pipeline.jobs import batch
+from tests.pipeline.jobs import batch, make
 from tests.runtime.alone import alone, tokens
 
 MICROBATCHES = 2
@@ -54,9 +55,8 @@ def layers(
 def trained(
     world: World, modules: list[nn.Module], steps: int = 2, **options: Any
 ) -> dynmo.Pipeline:
-    model = dynmo.Sequential(modules, loss=nn.functional.mse_loss)
-    given = {"schedule": "zb-h1", "microbatches": MICROBATCHES, "optimizer": dynmo.AdamW(lr=0.01)}
-    pipeline = dynmo.Pipeline(model, world, **given | options)
+    given = {"microbatches": MICROBATCHES, "optimizer": dynmo.AdamW(lr=0.01)}
+    pipeline = make(world, modules, **given | options)
     for step in range(steps):
         pipeline.step(*own_batch(world, step, options.get("replicas", 1)))
     return pipeline
@@ -150,10 +150,9 @@ def refused(world: World) -> list[Any]:
         None,
     ):
         given: Any = good if world.rank else wrong
-        try:
+        with pytest.raises(CheckpointError) as error:
             pipeline.load_state_dict(given)
-        except CheckpointError as error:
-            seen.append([str(error), pipeline.digest() == before])
+        seen.append([str(error.value), pipeline.digest() == before])
     return seen
 
 
@@ -244,12 +243,7 @@ def engine(
 
 
 def special(world: World, kind: str) -> dict[str, Any]:
-    """Gathers and loads with tied weights, ZeRO-1, spread experts, or a pending step.
-
-    Returns:
-        Whether the state is that of an engine without the option, whether it is that of the next
-        load, and the keys.
-    """
+    """Gathers and loads with tied weights, ZeRO-1, spread experts, or a pending step."""
     mixture = {"model": {**SMALL, "kind": "moe", "experts": 4}, "dynamism": {"cases": ["experts"]}}
     config = parse(mixture if kind == "experts" else {"model": {**SMALL, "tied": kind == "tied"}})
     model = model_of(config)
@@ -278,10 +272,8 @@ def special(world: World, kind: str) -> dict[str, Any]:
     ours.step(2, *tokens(world.rank if plain else 0), lr=0.01)
     ours.digest()
     if kind == "tied":
-        try:
-            WholeModel(ours).load_state_dict(
-                {**added, "head.logits.weight": added["head.logits.weight"] + 1}
-            )
-        except CheckpointError as error:
-            seen["error"] = str(error)
+        key = "head.logits.weight"
+        with pytest.raises(CheckpointError) as error:
+            WholeModel(ours).load_state_dict({**added, key: added[key] + 1})
+        seen["error"] = str(error.value)
     return seen
