@@ -22,6 +22,7 @@ from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.train.setup import model_of
 
 MICROBATCHES = 3
+GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
 def alone() -> World:
@@ -46,9 +47,7 @@ def around(*middle: Callable[[], nn.Module]) -> Model:
 
 
 def gpt(**model: Any) -> Engine:
-    return pipeline(
-        model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model}))
-    )
+    return pipeline(model_of(parse({"model": GPT | model})))
 
 
 def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:

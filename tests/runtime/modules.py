@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,3 +47,9 @@ def assert_same(ours: Mapping[Any, Tensor | None], theirs: Mapping[Any, Tensor |
             assert tensor is other, name
         else:
             assert torch.equal(tensor, other), name
+
+
+def bits_of(tensor: Tensor) -> str:
+    return hashlib.sha256(
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

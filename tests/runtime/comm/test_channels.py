@@ -2,30 +2,205 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynmo.errors import RankDied, RunError
+from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.headers import DTYPES, LEAD, Announcement, decode, encode, obstacle, rest_of
 from dynmo.runtime.comm.inbox import Inbox
 from dynmo.runtime.comm.worker import Worker
-from dynmo.schedule.lowering import Channel, Direction
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.lowering import Begun, Channel, Direction, Program
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
+from tests.processes import wait_until
 from tests.runtime.alone import alone
+from tests.runtime.jobs import error_of
 
-JOBS = "tests.runtime.jobs.p2p:"
+DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
+
+
+def transport(world: World, messages: int, depth: int, varying: bool = False) -> Transport:
+    """One channel, from rank 0 to rank 1."""
+    changing = frozenset({DOWN}) if varying else frozenset()
+    programs = tuple(
+        Program(rank, (rank,), messages, 0, (), {DOWN: depth}, changing) for rank in range(2)
+    )
+    return Transport(world, programs)
+
+
+def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
+    """The tensors of message j, in which every number tells where it belongs."""
+    return tuple(
+        (torch.arange(math.prod(size)) + 10 * j + place).to(getattr(torch, dtype)).reshape(size)
+        for place, (dtype, size) in enumerate(shapes)
+    )
+
+
+def channel(
+    world: World,
+    steps: list[list[list[Any]]],
+    varying: bool,
+    depth: int,
+    transposed: bool = False,
+    again: tuple[int, int] | None = None,
+) -> int:
+    """Sends messages of steps[s][j] to rank 1, which compares and counts what arrives.
+
+    `again` is what each rank has sent or taken before a step begins again.
+    """
+    ends = transport(world, len(steps[0]), depth, varying)
+    seen = 0
+    for shapes in steps:
+        ends.open(world.rank == 0 and any(each != shapes[0] for each in shapes))
+        if again is not None:
+            for j in range(again[world.rank]):
+                _ = ends.take(DOWN, j) if world.rank else ends.put(DOWN, j, message(shapes[j], j))
+            ends.rewind((Begun(DOWN, *again),) if world.rank else ())
+        for j, each in enumerate(shapes):
+            sent = message(each, j)
+            if world.rank == 0:
+                ends.put(DOWN, j, tuple(t.mT.contiguous().mT if transposed else t for t in sent))
+            else:
+                torch.testing.assert_close(tuple(ends.take(DOWN, j)), sent, rtol=0, atol=0)
+            seen += 1
+        ends.flush()
+    ends.close()
+    return seen
+
+
+def asked(world: World, varying: bool, ragged: bool) -> list[bool]:
+    """Rank 1 asks for the messages after the first, before and after rank 0 has put them."""
+    ends = transport(world, 4, 4, varying)
+    ends.open(ragged and world.rank == 0)
+    told: list[bool] = []
+    for j in range(4):
+        sent = message([["float32", [2, 3 + j * ragged]], ["int64", [4]]], j)
+        if world.rank == 1 and j:
+            told.append(ends.arrived(DOWN, j, 0.01))
+        world.barrier("rank 1 to have asked")
+        if world.rank == 0:
+            ends.put(DOWN, j, sent)
+            continue
+        if j:
+            told.append(ends.arrived(DOWN, j, 10.0))
+            told.append(ends.arrived(DOWN, j, 0.0))
+        torch.testing.assert_close(tuple(ends.take(DOWN, j)), sent, rtol=0, atol=0)
+    ends.flush()
+    ends.close()
+    return told
+
+
+def asked_of_the_gone(world: World) -> list[str]:
+    """Rank 0 puts one message and leaves. Rank 1 asks for the next."""
+    ends = transport(world, 2, 2)
+    ends.open()
+    if world.rank == 0:
+        ends.put(DOWN, 0, (torch.zeros(3),))
+        ends.flush()
+        return []
+    ends.take(DOWN, 0)
+
+    def ask() -> None:
+        while not ends.arrived(DOWN, 1, 0.001):
+            pass
+        ends.take(DOWN, 1)
+
+    return error_of(ask)
+
+
+def shapes_change(world: World) -> list[str]:
+    ends = transport(world, 3 if world.rank == 0 else 2, 4)
+    ends.open()
+    for j in range(2):
+        if world.rank == 0:
+            ends.put(DOWN, j, (torch.zeros(2, 3),))
+        else:
+            ends.take(DOWN, j)
+    ends.flush()
+    said = error_of(lambda: ends.put(DOWN, 2, (torch.zeros(3, 2),))) if world.rank == 0 else []
+    ends.close()
+    return said
+
+
+def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[list[int]]:
+    """Messages that rank 0 could put before rank 1 began to take the one `depth` before."""
+    ends, early = transport(world, messages, depth), list[list[int]]()
+    for step in range(2):
+        ends.open(ragged and world.rank == 0)
+        what = f"{depth}/{ragged}/{step}"
+        for j in range(messages):
+            if world.rank == 0:
+                ends.put(DOWN, j, (torch.zeros(1000 + j * ragged),))
+                world.store.set(f"put/{what}/{j}", "1")
+                if j >= depth and not world.store.check([f"take/{what}/{j - depth}"]):
+                    early.append([step, j])
+                continue
+            if j == 0:  # the channel fills, if its shapes are known or need not be
+                world.store.wait([f"put/{what}/{depth - 1 if step or ragged else 0}"])
+            world.store.set(f"take/{what}/{j}", "1")
+            ends.take(DOWN, j)
+        ends.flush()
+        world.barrier("the step to end")
+    ends.close()
+    return early
+
+
+def letting_go(world: World, messages: int) -> list[bool]:
+    """Tells which messages rank 0 still keeps after rank 1 took half of them."""
+    ends = transport(world, messages, messages)
+    ends.open()
+    refs: list[StorageWeakRef] = []
+    for j in range(messages):
+        if world.rank == 0:
+            tensor = torch.zeros(1000)
+            refs.append(StorageWeakRef(tensor.untyped_storage()))
+            ends.put(DOWN, j, (tensor,))
+            del tensor
+        elif j < messages // 2:
+            ends.take(DOWN, j)
+    world.barrier("half of them to be taken")
+    wait_until(lambda: all(ref.expired() for ref in refs[: messages // 2]), 10)
+    kept = [not ref.expired() for ref in refs]
+    world.barrier("that to be seen")
+    for j in range(messages // 2, messages):
+        if world.rank == 1:
+            ends.take(DOWN, j)
+    ends.flush()
+    ends.close()
+    return kept
+
+
+def peer_gone(world: World, depth: int) -> list[str]:
+    """Rank 1 takes one message of several and goes."""
+    ends = transport(world, 30, depth)
+    ends.open()
+    if world.rank == 1:
+        ends.take(DOWN, 0)
+        ends.close()
+        del ends  # and with it the receives that are open
+        world.close()
+        return []
+
+    def send() -> None:
+        for j in range(30):
+            ends.put(DOWN, j, (torch.zeros(1000),))
+        ends.flush()
+
+    return error_of(send)
+
+
+JOBS = "tests.runtime.comm.test_channels:"
 PLAIN = [["float32", [2, 3]]]
-SEVERAL = [
-    ["float32", [2, 3]],
-    ["int64", [4]],
-    ["bool", [2]],
-    ["bfloat16", [1, 2]],
-    ["float64", []],
-    ["uint8", [0, 3]],
-]
+SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]]]
+SEVERAL += [["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
 MANY = [[name, [1, place % 3]] for place, name in enumerate([*DTYPES] * 20)]
 VARYING = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
 STEPS = {
@@ -70,17 +245,15 @@ def test_header_round_trips_and_damage_is_detected() -> None:
 
 def test_unsupported_tensors_are_refused() -> None:
     assert obstacle(torch.zeros(2)) is None
+    cannot = "which cannot travel"
     for tensor, reason in (
         (
-            torch.zeros(1, dtype=torch.complex64),
-            "torch.complex64, which cannot travel; let it hand on torch.view_as_real",
+            torch.zeros(1).to(torch.complex64),
+            f"torch.complex64, {cannot}; let it hand on torch.view_as_real",
         ),
-        (
-            torch.zeros(1).to(torch.float8_e5m2),
-            "torch.float8_e5m2, which cannot travel; known are float32",
-        ),
-        (torch.zeros(1, 1).to_sparse(), "a torch.sparse_coo tensor, which cannot travel"),
-        (torch.zeros((1,) * 65), "65 dimensions, which cannot travel; at most 64 can"),
+        (torch.zeros(1).to(torch.float8_e5m2), f"torch.float8_e5m2, {cannot}; known are float32"),
+        (torch.zeros(1, 1).to_sparse(), f"a torch.sparse_coo tensor, {cannot}"),
+        (torch.zeros((1,) * 65), f"65 dimensions, {cannot}; at most 64 can"),
     ):
         assert reason in (obstacle(tensor) or "")
 
@@ -121,9 +294,8 @@ def test_steps_may_be_ragged_or_alike(
 
 
 def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:
-    assert pool.run(
-        JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True
-    ) == [4, 4]
+    options = {"varying": False, "depth": 4, "transposed": True}
+    assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], **options) == [4, 4]
 
 
 @pytest.mark.parametrize(("varying", "ragged"), [(False, False), (True, False), (False, True)])
@@ -134,13 +306,13 @@ def test_message_arrival_can_be_queried(pool: Pool, varying: bool, ragged: bool)
 
 
 def test_arrival_query_names_a_dead_peer(pool: Pool) -> None:
-    _, text = pool.run(JOBS + "asked_of_the_gone", 2)
+    _, (kind, text) = pool.run(JOBS + "asked_of_the_gone", 2)
+    assert kind == "RankDied"
     assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
 
 
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
-    sender, receiver = pool.run(JOBS + "shapes_change", 2)
-    assert receiver == 2
+    (_, sender), _ = pool.run(JOBS + "shapes_change", 2)
     assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
     assert "at microbatch 2; pad the tensors, or give the layer" in sender
 

@@ -2,18 +2,193 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
-from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.optim.gradient_reduction import (
+    Reducer,
+    drop_missing,
+    gather_parameters,
+    reduce_gradients,
+    shares_of,
+    squared_norms,
+)
+from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
+from dynmo.runtime.optim.zero import cut_state, whole_state
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import alone
+from tests.runtime.jobs import error_of, lose_patience
 
-JOBS = "tests.runtime.mesh_jobs:"
+
+def shape(world: World, replicas: list[int]) -> list[list[Any]]:
+    """Who this rank is in each mesh, the sums over its pipeline, peers and all, and what it got."""
+    out: list[list[Any]] = []
+    mark = torch.tensor([2.0**world.rank])
+    for count in replicas:
+        here = arrange(world, count)
+        sums = [int(each.sum(mark.clone(), "a sum")) for each in (here, here.peers, here.everyone)]
+        around, received = (here.rank + 1) % here.size, torch.zeros(1)
+        if here.size > 1:
+            sent = here.send(mark, around, 1)
+            source = (here.rank - 1) % here.size
+            here.wait(here.receive(received, source, 1), source, "a message")
+            here.wait(sent, around, "room for a message")
+        first = FirstReplica(here).sum(mark.clone(), "the first replica")
+        who = [here.rank, here.size, here.replica, here.replicas]
+        out.append([*who, *sums, int(received), int(first), here.describe_rank(here.rank)])
+    return out
+
+
+def disagree(world: World) -> list[str]:
+    here = arrange(world, 2)
+    return error_of(lambda: agree(here, b"a" * 8 if here.replica else b"b" * 8, "the plan"))
+
+
+def reduction_fails(world: World) -> list[Any]:
+    """Rank 0's peer never gives its gradients: the wait has an end and a name."""
+    here = arrange(world, 2)
+    lose_patience(here.peers)
+    reducer = Reducer(here.peers)
+    line = nn.Linear(2, 2)
+    line.weight.grad = torch.ones(2, 2)
+
+    def reduce() -> None:
+        if world.rank == 1:
+            world.store.wait(["named"])
+        elif world.rank == 0:
+            shares = shares_of(line, frozenset(), 2)
+            reducer.submit(
+                lambda: partial(drop_missing, reduce_gradients(here.peers, 3, shares, True))
+            )
+            reducer.finish("the gradients of the step")
+
+    said = error_of(reduce)
+    if world.rank == 0:
+        world.store.set("named", "1")
+    world.close()
+    return said
+
+
+def _module() -> nn.Module:
+    """Norm blocks, an odd rest, another dtype, and parameters with no or few gradients."""
+    torch.manual_seed(5)
+    module = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7)})
+    module.update({"some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
+    module["still"] = nn.Linear(4, 4).requires_grad_(False)
+    module["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
+    return module
+
+
+def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(100 + replica)
+    left_out = ("none", "still") if replica == 1 else ("none", "still", "some")
+    drawn = {
+        name: torch.randn(p.shape, generator=random).to(p.dtype)
+        for name, p in module.named_parameters()
+    }
+    return {name: g for name, g in drawn.items() if not name.startswith(left_out)}
+
+
+def _give(module: nn.Module, replica: int) -> None:
+    for name, gradient in _gradients(module, replica).items():
+        module.get_parameter(name).grad = gradient
+
+
+def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
+    """Compares sums, norm and gathered parameters with the tree of all replicas' gradients."""
+    here = arrange(world, world.size)
+    module, count = _module(), here.replicas
+    shared = frozenset({"some.weight"})
+    shares = shares_of(module, shared, count)
+    _give(module, here.replica)
+    expected: dict[str, Tensor] = {}
+    for name in dict(module.named_parameters()):
+        tree = Tree()
+        for replica in range(count):
+            tree.put(replica, _gradients(module, replica).get(name))
+        whole = tree.total(count)
+        if whole is not None:
+            expected[name] = whole
+    reducer = Reducer(here.peers)
+    reducer.submit(
+        lambda: partial(drop_missing, reduce_gradients(here.peers, 0, shares, everywhere, bucket))
+    )
+    reducer.finish("the gradients")
+    names = {id(p): name for name, p in module.named_parameters()}
+    bad: list[str] = []
+    for s in shares:
+        name, grad = names[id(s.parameter)], s.parameter.grad
+        if (grad is None) != (name not in expected):
+            bad.append(name)
+        elif grad is not None:
+            part = slice(None) if everywhere else slice(*s.ranges[here.replica])
+            if not torch.equal(grad.view(-1)[part], expected[name].view(-1)[part]):
+                bad.append(name)
+    norm = squared_norms(here.peers, {0: shares})[0]
+    mine = [here.replica + p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(here.replica)
+    gather_parameters(here.peers, 0, shares, bucket)
+    for s, own in zip(
+        sorted(shares, key=lambda s: list(names).index(id(s.parameter))), mine, strict=True
+    ):
+        for replica, (low, high) in enumerate(s.ranges):
+            gathered = s.owned and s.parameter.requires_grad
+            moved = own.view(-1)[low:high] - here.replica + (replica if gathered else here.replica)
+            if not torch.allclose(
+                s.parameter.detach().view(-1)[low:high].float(), moved.float(), atol=0.02
+            ):
+                bad.append(f"gathered {names[id(s.parameter)]}")
+    reducer.close()
+    ordered = [expected[name] for name in names.values() if name in expected]
+    return {
+        "bad": bad,
+        "norm": norm,
+        "expected": squared_norm(ordered),
+        "cut": any(low > 0 for s in shares for low, _ in s.ranges),
+    }
+
+
+def states(world: World, name: str) -> list[str]:
+    """A state that is cut into shares and made whole again is the same."""
+    here = arrange(world, world.size)
+    settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
+    alone, cut = _module(), _module()
+    whole = LayerOptimizer(alone, settings)
+    share = LayerOptimizer(cut, settings, share=Share(here.replica, here.replicas))
+    for _ in range(2):
+        for module, optimizer in ((alone, whole), (cut, share)):
+            _give(module, 1)
+            optimizer.step(1e-2)
+            optimizer.drop_gradients()
+    got, own = whole_state(here.peers, share), share.state()
+    bad: list[str] = []
+    for ours, theirs in ((got, whole.state()), (cut_state(share, got), own)):
+        bad += sorted(ours.keys() ^ theirs.keys())
+        bad += [
+            key
+            for key in ours.keys() & theirs.keys()
+            if not torch.equal(ours[key], theirs[key]) or ours[key].shape != theirs[key].shape
+        ]
+    if here.replicas > 1 and not share.state_bytes < whole.state_bytes:
+        bad.append("the share is not smaller")
+    return bad
+
+
+JOBS = "tests.runtime.comm.test_process_mesh:"
 
 
 def test_views_of_the_same_ranks(pool: Pool) -> None:
@@ -44,15 +219,8 @@ def test_uneven_number_of_replicas_is_refused() -> None:
 def test_disagreement_names_global_ranks_and_replicas(pool: Pool) -> None:
     """Log files are named by global rank."""
     said = pool.run(JOBS + "disagree", 4)
-    assert {tuple(x) for x in said} == {
-        (
-            "RunError",
-            (
-                "rank 0 (replica 0) and ranks 1 (replica 1), 3 (replica 1) disagree on the plan; "
-                "do all run the same dynmo, config and data?"
-            ),
-        )
-    }
+    ranks = "rank 0 (replica 0) and ranks 1 (replica 1), 3 (replica 1) disagree on the plan"
+    assert said == [["RunError", f"{ranks}; do all run the same dynmo, config and data?"]] * 4
 
 
 def test_missing_reduction_of_a_peer_is_named(pool: Pool) -> None:

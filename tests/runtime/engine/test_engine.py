@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.partition import Partition
+from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
@@ -20,48 +20,56 @@ from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.agreement import maxima
+from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone, around, emulated, gpt, ids, pipeline, tokens
+from tests.runtime.alone import (
+    GPT,
+    MICROBATCHES,
+    alone,
+    around,
+    emulated,
+    gpt,
+    ids,
+    pipeline,
+    tokens,
+)
 from tests.runtime.fake_time import emulated_time
+from tests.runtime.modules import Net, assert_same, gradients_of
 
-JOBS = "tests.runtime.jobs.checkpoint:"
+JOBS = "tests.runtime.engine.test_engine:"
+
+
+def cross_entropy(out: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(out.flatten(0, 1), targets.flatten())
 
 
 def weights(pipeline: Engine) -> dict[int, list[Tensor]]:
-    return {
-        i: [p.detach().clone() for p in module.parameters()]
-        for i, (module, _) in pipeline.store.own.items()
-    }
+    modules = {i: module for i, (module, _) in pipeline.store.own.items()}
+    return {i: [p.detach().clone() for p in m.parameters()] for i, m in modules.items()}
 
 
 def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
-    return [
-        i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))
-    ]
+    now = weights(pipeline)
+    return [i for i, values in now.items() if not all(map(torch.equal, values, before[i]))]
 
 
 def test_step_equals_a_plain_backward_and_update() -> None:
     """Loss, norm and update equal those of a plain backward on the same modules."""
     pipeline = gpt()
-    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.model.layers))
+    inputs, targets = tokens(0)
+    layers = nn.Sequential(*pipeline.model.build(range(pipeline.model.layers)))
     plain = 0.0
     for x, y in zip(inputs, targets, strict=True):
-        for layer in layers:
-            x = layer(x)
-        loss = functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES
+        loss = cross_entropy(layers(x), y) / MICROBATCHES
         loss.backward()
         plain += loss.item()
-    norms = [
-        math.fsum(
-            float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None
-        )
-        for layer in layers
-    ]
+    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in layers]
+    norms = [math.fsum(float(g.double().square().sum()) for g in of) for of in gradients]
     result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
     assert result.loss == pytest.approx(plain, rel=1e-6)
     assert result.squared_norms == pytest.approx(norms, rel=1e-5)
@@ -107,63 +115,43 @@ def test_non_contiguous_weight_trains_with_the_same_bits() -> None:
         assert len(digests) == 1
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """Uses a weight through its module, and by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x + m.embedding((x[..., 0] > 0).long())
+        y = functional.linear(torch.tanh(m.linear(x)), m.linear.weight)
+        return y + functional.linear(x, m.embedding.weight)[..., :8]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.embedding((x[..., 0] > 0).long())
-        return (
-            functional.linear(torch.tanh(self.linear(x)), self.linear.weight)
-            + functional.linear(x, self.embedding.weight)[..., :8]
-        )
+    return Net(forward, embedding=nn.Embedding(16, 8), linear=nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype) -> None:
     """The sum has one order, with split and fused backward and any accumulation."""
-    model = around(Twice, Twice)
-
-    def gradients(pipeline: Engine) -> dict[str, Tensor]:
-        modules = {i: module for i, (module, _) in pipeline.store.own.items()}
-        return {
-            f"{i}.{n}": p.grad.clone()
-            for i, m in modules.items()
-            for n, p in m.named_parameters()
-            if p.grad is not None
-        }
+    model = around(twice, twice)
 
     text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
     inputs, targets = text[..., :-1], text[..., 1:]
     states: dict[tuple[str, int], dict[str, Tensor]] = {}
     for schedule, groups in product(("1f1b", "zb-h2", "zb-v"), (1, 2)):
-        pipeline = Engine(
-            alone(),
-            model,
-            Partition((2, 2) if schedule == "zb-v" else (4,)),
-            StepOptions(schedule, microbatches=4),
-            layers=LayerOptions(dtype=dtype),
-            replicas=ReplicaOptions(accumulation_groups=groups),
-        )
+        partition = Partition((2, 2) if schedule == "zb-v" else (4,))
+        steps, layers = StepOptions(schedule, microbatches=4), LayerOptions(dtype=dtype)
+        replicas = ReplicaOptions(accumulation_groups=groups)
+        pipeline = Engine(alone(), model, partition, steps, layers=layers, replicas=replicas)
         pipeline.forward_backward(0, inputs, targets)
-        states[schedule, groups] = gradients(pipeline)
+        modules = {str(i): module for i, (module, _) in pipeline.store.own.items()}
+        gradients = gradients_of(nn.ModuleDict(modules))
+        states[schedule, groups] = {n: g.clone() for n, g in gradients.items() if g is not None}
     plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
-    loss = torch.stack(
-        [next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]
-    ).mean()
-    loss.backward()
-    wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
-    for (schedule, groups), got in states.items():
+    losses = [next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]
+    torch.stack(losses).mean().backward()
+    wanted = gradients_of(plain)
+    for (_, groups), got in states.items():
         assert got.keys() == wanted.keys()
-        for key, g in got.items():
-            assert torch.equal(g, states["1f1b", groups][key]), (schedule, groups, key)
-            if dtype == torch.float32:
-                torch.testing.assert_close(
-                    g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
-                )
+        assert_same(got, states["1f1b", groups])
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
 
 
 class Turned(nn.Linear):
@@ -191,9 +179,8 @@ class _Turn(torch.autograd.Function):
         def work() -> None:
             gradient = x.reshape(-1, x.shape[-1]).t().mm(gy.reshape(-1, gy.shape[-1])).t()
             gradient = gradient if _Turn.columns else gradient.contiguous()
-            layer.weight.grad = (
-                gradient if layer.weight.grad is None else layer.weight.grad + gradient
-            )
+            grad = layer.weight.grad
+            layer.weight.grad = gradient if grad is None else grad + gradient
 
         layer.tape.add(work, x, gy)
         return gy.matmul(layer.weight), None, None
@@ -231,7 +218,7 @@ def test_evaluation_works_under_no_grad() -> None:
 def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
     """The gradient is the sum of the head's and the embedding's, as in plain torch."""
     pipeline = gpt(tied=True)
-    layers = nn.ModuleList(pipeline.model.build(range(pipeline.model.layers)))
+    layers = nn.Sequential(*pipeline.model.build(range(pipeline.model.layers)))
     owner = layers[0].get_submodule("tokens")
     layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
     groups = [
@@ -243,34 +230,25 @@ def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
         inputs, targets = tokens(step)
         adamw.zero_grad()
         for x, y in zip(inputs, targets, strict=True):
-            for layer in layers:
-                x = layer(x)
-            (functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES).backward()
+            (cross_entropy(layers(x), y) / MICROBATCHES).backward()
         expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
         adamw.step()
         result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
         assert result.norm == pytest.approx(expected, rel=1e-5)
-    first, last = (pipeline.store.own[i][0] for i in (0, 5))
-    assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
-    torch.testing.assert_close(
-        first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5
-    )
+    first = pipeline.store.own[0][0].get_parameter("tokens.weight")
+    assert torch.equal(first, pipeline.store.own[5][0].get_parameter("logits.weight"))
+    torch.testing.assert_close(first, owner.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_tied_weight_frozen_by_its_owner_never_trains() -> None:
     """The other use accumulates no gradient, which would count in the norm."""
 
-    def head() -> nn.Module:
-        return nn.Linear(8, 256, bias=False)
-
     def fixed() -> nn.Module:
         return nn.Embedding(256, 8).requires_grad_(False)
 
-    factories = [fixed, partial(nn.Linear, 8, 8), head]
+    factories = [fixed, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 256, bias=False)]
     tied = [((0, "weight"), (2, "weight"))]
-    pipe = pipeline(
-        from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied)
-    )
+    pipe = pipeline(from_factories(list("abc"), factories, 0, next_token_loss, tied=tied))
     norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
     assert len(norms) == 1
     assert not pipe.store.own[2][0].get_parameter("weight").requires_grad
@@ -282,14 +260,12 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     before = weights(pipeline)
     pipeline.step(0, *tokens(0), lr=0.1)
     assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
-    head = pipeline.store.own[5][0]
-    assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
+    head = pipeline.store.own[5][0].get_parameter("logits.weight")
+    assert torch.equal(head, before[0][0])
     Actions(pipeline).unfreeze([0])
     pipeline.step(1, *tokens(1), lr=0.1)
-    assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    assert torch.equal(
-        head.get_parameter("logits.weight"), pipeline.store.own[0][0].get_parameter("tokens.weight")
-    )
+    assert not torch.equal(head, before[0][0])
+    assert torch.equal(head, pipeline.store.own[0][0].get_parameter("tokens.weight"))
 
 
 def test_frozen_layers_do_not_change() -> None:
@@ -313,9 +289,7 @@ def test_a_frozen_layer_keeps_its_moments() -> None:
     kept = {k: v.clone() for k, v in pipeline.store.own[1][1].state().items()}
     Actions(pipeline).freeze([0, 1])
     pipeline.step(1, *tokens(1), lr=0.1)
-    state = pipeline.store.own[1][1].state()
-    assert kept.keys() == state.keys()
-    assert all(torch.equal(kept[k], state[k]) for k in kept)
+    assert_same(kept, pipeline.store.own[1][1].state())
     Actions(pipeline).unfreeze([0, 1])
     pipeline.step(2, *tokens(2), lr=0.1)
     assert pipeline.store.own[1][1].state()["qkv.weight/step"] == 2
@@ -365,19 +339,11 @@ def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
     """Evaluation runs without dropout and does not affect later steps."""
     pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
     inputs, targets = tokens(5)
-    expected = 0.0
-    layers = pipeline.model.build(range(pipeline.model.layers))
-    for x, y in zip(inputs, targets, strict=True):
-        for layer in layers:
-            x = layer.eval()(x)
-        expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
-    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
-    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
-        functional.cross_entropy(
-            _through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()
-        ).item(),
-        rel=1e-6,
-    )
+    layers = nn.Sequential(*pipeline.model.build(range(pipeline.model.layers))).eval()
+    losses = [cross_entropy(layers(x), y).item() for x, y in zip(inputs, targets, strict=True)]
+    mean = pytest.approx(sum(losses) / MICROBATCHES, rel=1e-6)
+    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == mean
+    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(losses[0], rel=1e-6)
     for step in range(2):
         pipeline.step(step, *tokens(step), lr=0.1)
         pipeline.evaluate(inputs, targets, MICROBATCHES)
@@ -385,26 +351,12 @@ def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
     assert pipeline.digest() == twin.digest()
 
 
-def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
     """The pipeline chooses the recomputed layers again after a reshape."""
     recomputed: set[int] = set()
     model = make_layers([1] * 3, [1] * 3, [1] * 3, size=8)
-    pipeline = Engine(
-        alone(),
-        model,
-        Partition((3,)),
-        StepOptions(
-            "zb-h1",
-            microbatches=MICROBATCHES,
-            recompute=lambda partition, schedule, replicas: frozenset(recomputed),
-        ),
-    )
+    steps = StepOptions("zb-h1", MICROBATCHES, recompute=lambda *_: frozenset(recomputed))
+    pipeline = Engine(alone(), model, Partition((3,)), steps)
     with emulated_time():
         pipeline.step(0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in pipeline.costs())
@@ -447,13 +399,20 @@ def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     assert isinstance(pipeline.model, Model)
 
 
+def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
+    """The seconds after which pieces of W run, and the links' latencies."""
+    steps = StepOptions("zb-h1", microbatches=3, w_granularity=w_granularity)
+    pipeline = Engine(world, model_of(parse({"model": GPT})), uniform(6, world.size), steps)
+    waits = pipeline.programs.executor().timeout
+    Actions(pipeline).on_workload_change(())  # closes its channels
+    return [waits, [link.latency for link in pipeline.schedule_keeper.links.values()]]
+
+
 def test_partial_w_waits_for_twice_the_link_latency(pool: Pool) -> None:
     ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
     for waits, latencies in ranks:
         assert len(latencies) == 2
         assert waits == 2 * max(latencies) > 0
     assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
-    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [
-        None,
-        None,
-    ]
+    for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole"):
+        assert waits is None

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dynmo.balance.partition import Partition
+from dynmo.balance.partition import Partition, uniform
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
@@ -24,6 +24,10 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
+from tests.runtime.jobs import error_of
+from tests.runtime.modules import Net
+
+JOBS = "tests.runtime.engine.test_engine_misuse:"
 
 
 def test_second_forward_backward_in_a_step_is_refused() -> None:
@@ -107,21 +111,13 @@ def test_unknown_values_of_options_are_refused(make: Callable[..., object], key:
 def test_tied_weight_unused_by_its_owner_trains() -> None:
     """The weight trains through its other use."""
 
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(256, 8))
-            self.tokens = nn.Embedding(256, 8)
+    def unused() -> nn.Module:
+        table = nn.Parameter(torch.randn(256, 8))
+        return Net(lambda m, ids: m.tokens(ids), table=table, tokens=nn.Embedding(256, 8))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.tokens(ids)
-
-    factories = [Unused, partial(nn.Linear, 8, 256, bias=False)]
-    pipe = pipeline(
-        from_factories(
-            ["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]
-        )
-    )
+    factories = [unused, partial(nn.Linear, 8, 256, bias=False)]
+    tied = [((0, "table"), (1, "weight"))]
+    pipe = pipeline(from_factories(list("ab"), factories, 0, next_token_loss, tied=tied))
     before = pipe.store.own[0][0].get_parameter("table").detach().clone()
     for step in range(2):
         pipe.step(step, *tokens(step), lr=0.1)
@@ -136,44 +132,53 @@ def threads(world: World, times: int) -> list[int]:
     out: list[int] = []
     for count in range(1, times + 1):
         pipeline = Engine(mesh, model, Partition((6,)), StepOptions("1f1b", MICROBATCHES))
-        inputs, targets = tokens(0)
-        for microbatches in range(1, 1 + count % 4):
-            pipeline.evaluate(
-                inputs[:1].repeat(microbatches, 1, 1),
-                targets[:1].repeat(microbatches, 1, 1),
-                microbatches,
-            )
+        evaluate(pipeline, 1 + count % 4)
         del pipeline
         gc.collect()
         out.append(threading.active_count())
     return out
 
 
+def evaluate(pipeline: Engine, end: int) -> list[int]:
+    """Threads after evaluations of more and more microbatches."""
+    x, y = (each[0] for each in tokens(0))
+    out: list[int] = []
+    for count in range(1, end):
+        pipeline.evaluate(x.repeat(count, 1, 1), y.repeat(count, 1, 1), count)
+        out.append(threading.active_count())
+    return out
+
+
+def builds_another(world: World, other: int) -> list[str]:
+    """One rank makes layer 2 of four wider than the others. Returns what is said."""
+    width = 9 if world.rank == other else 8
+    sizes = [(8, 8), (8, 8), (8, width), (width, 8)]
+    factories = [partial(nn.Linear, *size) for size in sizes]
+    model = from_factories(list("abcd"), factories, 0, next_token_loss)
+    steps = StepOptions("zb-h1", microbatches=2)
+    return error_of(lambda: Engine(world, model, uniform(4, world.size), steps))
+
+
 def test_ranks_with_different_models_are_refused(pool: Pool) -> None:
     """All ranks raise the error before they exchange other messages."""
-    told = pool.run("tests.runtime.jobs.checkpoint:builds_another", 3, other=1)
-    for rank, text in enumerate(told):
+    told = pool.run(JOBS + "builds_another", 3, other=1)
+    for rank, (_, text) in enumerate(told):
         mine = f"on rank {rank}: float32 [{9 if rank == 1 else 8}, 8], trains"
         what = "layer 2 (c), parameter weight"
         assert text.startswith(f"{what} is not the same on rank 0 and rank 1 ({mine})")
 
 
 def test_threads_end_with_their_pipeline(pool: Pool) -> None:
-    for counts in pool.run("tests.runtime.engine.test_engine_misuse:threads", 2, times=4):
+    for counts in pool.run(JOBS + "threads", 2, times=4):
         assert max(counts[2:]) <= max(counts[:2])
 
 
 def evaluated(world: World) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
     pipeline = Engine(world, gpt().model, Partition((3, 3)), StepOptions("1f1b", MICROBATCHES))
-    inputs, targets = tokens(0)
-    out: list[int] = []
-    for count in range(1, 9):
-        pipeline.evaluate(inputs[:1].repeat(count, 1, 1), targets[:1].repeat(count, 1, 1), count)
-        out.append(threading.active_count())
-    return out
+    return evaluate(pipeline, 9)
 
 
 def test_threads_do_not_grow_with_evaluations(pool: Pool) -> None:
-    for counts in pool.run("tests.runtime.engine.test_engine_misuse:evaluated", 2):
+    for counts in pool.run(JOBS + "evaluated", 2):
         assert counts[-1] == counts[2]

@@ -13,26 +13,135 @@ import pytest
 import torch
 from torch import Tensor
 
+from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
-from dynmo.runtime.engine.options import UpdateOptions
+from dynmo.runtime.engine.options import StepOptions, UpdateOptions
+from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import pipeline, tokens
-from tests.runtime.jobs.post_validation import MICROBATCHES
+from tests.runtime.jobs import error_of
+from tests.runtime.state.test_migration import any_partition
 
-VALIDATED = "tests.runtime.jobs.post_validation:validated"
-STEPS, LAYERS = 7, 8
+STEPS, LAYERS, MICROBATCHES = 7, 8, 6
+GPT = {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}
+
+
+def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
+    """Spoils gradients as they are looked at. Faults are [step, layer, "inf" or a factor]."""
+    table = pipeline.optimizer_step.table  # pyright: ignore[reportPrivateUsage]
+    own = table.own
+
+    def spoil(*args: Any) -> Tensor:
+        for step, layer, what in faults:
+            if step == now[0] and layer in pipeline.store.own:
+                module, _ = pipeline.store.own[layer]
+                gradients = [p.grad for p in module.parameters() if p.grad is not None]
+                if gradients and what == "inf":
+                    gradients[0].view(-1)[0] = float("inf")
+                elif gradients:  # or it is frozen
+                    torch._foreach_mul_(gradients, what)
+        return own(*args)
+
+    table.own = spoil  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (MICROBATCHES, 1, 5), generator=random)
+    return tokens[..., :-1], tokens[..., 1:]
+
+
+def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engine:
+    """Makes a pipeline with a loss scale, so that an overflow skips its step."""
+    gpt = GPT | {"dropout": 0.1}
+    model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
+    places = uniform(model.layers, len(stage_ranks_of(schedule, world.size)))
+    pipeline = Engine(world, model, places, StepOptions(schedule, MICROBATCHES), update)
+    pipeline.optimizer_step.scaler = LossScaler(2.0**16, window=1 << 30)
+    return pipeline
+
+
+def validated(
+    world: World,
+    schedule: str,
+    faults: list[list[Any]],
+    changes: bool = False,
+    kind: str = "gpt",
+    limit: float = 20.0,
+    **update: Any,
+) -> dict[str, Any]:
+    """Some steps with spoiled gradients. With `changes`, layers freeze and move in between."""
+    pipeline = _made(world, schedule, kind, UpdateOptions(**update))
+    layers, stages = pipeline.model.layers, len(pipeline.store.layout.stage_ranks)
+    now = [0]
+    _spoiled(pipeline, faults, now)
+    random = Random(stages)
+    results: list[StepRecord] = []
+    seen: list[Any] = []
+    for step in range(STEPS):
+        if changes and step % 3 == 2:
+            if step == 5:
+                Actions(pipeline).freeze([0, 1])
+            Actions(pipeline).move(any_partition(layers, stages, random))
+            seen.append(pipeline.digest())
+        now[0] = step
+        batch = _batch(step)
+        results += pipeline.advance(step, *batch, lr=0.01, max_norm=limit)
+        if changes and step % 3 == 1:
+            seen.append(pipeline.evaluate(*batch, MICROBATCHES))
+    results += pipeline.drain()
+    failed = pipeline.optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
+    return {
+        "steps": [r.step for r in results],
+        "losses": [r.loss for r in results],
+        "norms": [r.squared_norms for r in results],
+        "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
+        # The failure of each step, as the pipeline itself sees it afterwards. A skipped step tells
+        # no norms.
+        "failed": [
+            NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results
+        ],
+        "digest": pipeline.digest(),
+        "seen": seen,
+    }
+
+
+def validated_raises(world: World, schedule: str, fault: str) -> dict[str, Any]:
+    """A step that ends the run, after others. Then it runs again, without the fault."""
+    update, steps = UpdateOptions(post_validation=True), StepOptions(schedule, MICROBATCHES)
+    pipeline = Engine(
+        world, model_of(parse({"model": GPT})), uniform(LAYERS, world.size), steps, update
+    )
+    now = [0]
+    _spoiled(pipeline, [[2, 7, "inf"]] if fault == "overflow" else [], now)
+    digests: list[str] = []
+    said: list[str] = []
+    for now[0] in range(6):
+        if now[0] == 2:
+            digests.append(pipeline.digest())
+        differs = fault == "batch" and not said and now[0] == 2 and world.rank == 2
+        batch = [x.roll(1) if differs else x for x in _batch(0)]
+        caught = error_of(lambda batch=batch: pipeline.advance(now[0], *batch, lr=0.01))
+        if caught:
+            said = caught
+            digests.append(pipeline.digest())
+    return {"error": said[-1], "digests": [*digests, pipeline.digest()]}
+
+
+VALIDATED = "tests.runtime.engine.test_post_validation:validated"
 
 
 def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
@@ -46,12 +155,21 @@ def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
     return (*faults_, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
 
 
-@cache
-def reference(pool: Pool, seed: int, changes: bool) -> dict[str, Any]:
+def run(pool: Pool, ranks: int, schedule: str, seed: int = 0, **options: Any) -> Any:
+    options = {"faults": faults(seed), "post_validation": True} | options
+    return pool.run(VALIDATED, ranks, schedule=schedule, **options)
+
+
+def barrier(pool: Pool, seed: int = 0, **options: Any) -> dict[str, Any]:
     """One rank with a barrier at every step's end."""
-    return pool.run(
-        VALIDATED, 1, schedule="1f1b", faults=faults(seed), post_validation=False, changes=changes
-    )[0]
+    return run(pool, 1, "1f1b", seed, post_validation=False, **options)[0]
+
+
+reference = cache(barrier)
+
+
+def undone(expected: dict[str, Any]) -> list[list[Any]]:
+    return [[step, what] for step, what in enumerate(expected["failed"]) if what]
 
 
 def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -59,9 +177,7 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert result["steps"] == list(range(STEPS)), "every step's result, in order"
         for key in ("losses", "norms", "digest", "seen"):
             assert str(result[key]) == str(expected[key]), key
-        assert result["rollbacks"] == [
-            [step, what] for step, what in enumerate(expected["failed"]) if what
-        ]
+        assert result["rollbacks"] == undone(expected)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +193,9 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 )
 def test_post_validation_has_the_bits_of_a_barrier(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
-    expected = reference(pool, seed, False)
+    expected = reference(pool, seed)
     assert {NON_FINITE, CLIPPED} <= {*expected["failed"]}
-    same(
-        pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), post_validation=True),
-        expected,
-    )
+    same(run(pool, ranks, schedule, seed), expected)
 
 
 @pytest.mark.parametrize(
@@ -95,47 +208,29 @@ def test_freezing_moves_and_evaluations_see_final_weights(
     pool: Pool, schedule: str, ranks: int
 ) -> None:
     """If all ranks run forward only, there is still a verdict."""
-    same(
-        pool.run(
-            VALIDATED,
-            ranks,
-            schedule=schedule,
-            faults=faults(1),
-            post_validation=True,
-            changes=True,
-        ),
-        reference(pool, 1, True),
-    )
+    same(run(pool, ranks, schedule, 1, changes=True), reference(pool, 1, changes=True))
 
 
 def test_a_rollback_restores_buffers(pool: Pool) -> None:
     kind = "tests.runtime.written:layers"
-    expected = pool.run(
-        VALIDATED, 1, schedule="1f1b", faults=faults(0), post_validation=False, kind=kind
-    )[0]
-    options: dict[str, Any] = {"faults": faults(0), "kind": kind, "post_validation": True}
-    same(pool.run(VALIDATED, 3, schedule="zb-v", **options), expected)
+    same(run(pool, 3, "zb-v", kind=kind), barrier(pool, kind=kind))
 
 
 def test_local_clipping_rolls_back_non_finite_steps_only(pool: Pool) -> None:
     """Each rank knows the norms of its own layers before it steps."""
-    options: dict[str, Any] = {"faults": faults(0), "clip_scope": "local", "limit": 0.2}
-    expected = pool.run(VALIDATED, 1, schedule="1f1b", post_validation=False, **options)[0]
+    options: dict[str, Any] = {"clip_scope": "local", "limit": 0.2}
+    expected = barrier(pool, **options)
     assert CLIPPED not in expected["failed"]
-    assert expected["digest"] != reference(pool, 0, False)["digest"]
-    same(pool.run(VALIDATED, 2, schedule="zb-h1", post_validation=True, **options), expected)
+    assert expected["digest"] != reference(pool, 0)["digest"]
+    same(run(pool, 2, "zb-h1", **options), expected)
 
 
 def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
     """Ranks undo a step by inverting the update."""
-    expected = reference(pool, 0, False)
-    for result in pool.run(
-        VALIDATED, 2, schedule="zb-h2", faults=faults(0), post_validation=True, rollback="in-place"
-    ):
+    expected = reference(pool, 0)
+    for result in run(pool, 2, "zb-h2", rollback="in-place"):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
-        assert [what for _, what in result["rollbacks"]] == [
-            what for what in expected["failed"] if what
-        ]
+        assert [what for _, what in result["rollbacks"]] == [what for _, what in undone(expected)]
 
 
 def own_pipeline(kind: str = "gpt", **update: Any) -> Engine:
@@ -174,13 +269,8 @@ def test_many_in_place_rollbacks_stay_close(
 
 
 def weights(pipeline: Engine) -> Tensor:
-    return torch.cat(
-        [
-            p.detach().flatten()
-            for module, _ in pipeline.store.own.values()
-            for p in module.parameters()
-        ]
-    )
+    modules = [module for module, _ in pipeline.store.own.values()]
+    return torch.cat([p.detach().flatten() for module in modules for p in module.parameters()])
 
 
 def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +324,7 @@ def test_non_finite_loss_raises_one_step_late() -> None:
     [("overflow", "step 2: loss "), ("batch", "step 2: ranks 0, 1, 2 passed different inputs and")],
 )
 def test_every_rank_raises_and_nothing_is_updated(pool: Pool, fault: str, said: str) -> None:
-    job = "tests.runtime.jobs.post_validation:validated_raises"
+    job = "tests.runtime.engine.test_post_validation:validated_raises"
     for result in pool.run(job, 3, schedule="zb-h2", fault=fault):
         assert result["error"].startswith(said)
         assert result["digests"][0] == result["digests"][1], "nothing was updated"
@@ -260,18 +350,15 @@ def test_barrier_policy_returns_if_many_steps_fail() -> None:
     said = [policy.observe(False) for _ in range(19)]
     assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
     seldom = BarrierPolicy()
-    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), (
-        "a quarter is not over a quarter"
-    )
+    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), "not over a quarter"
 
 
 def test_many_rollbacks_switch_the_barrier_on() -> None:
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     results = trained(one, 12, 0.1)
     assert [r.step for r in results] == list(range(12))
-    assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5, (
-        "the seventh had begun already"
-    )
+    # The seventh had begun already.
+    assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5
     assert [(r.step, r.switch.on) for r in results if r.switch] == [(5, False)]
     assert not one.pending.validates
     trained(twin, 12, 0.1)
@@ -285,16 +372,13 @@ def test_local_clipping_scales_each_layer_separately() -> None:
     """The result is compared with clipping by hand."""
     one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
     step_output = by_hand.forward_backward(0, *tokens(0, 4))
-    norms: list[float] = []
-    for module, _ in by_hand.store.own.values():
-        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)))
+    clip = torch.nn.utils.clip_grad_norm_
+    norms = [float(clip(m.parameters(), 0.3)) for m, _ in by_hand.store.own.values()]
     assert min(norms) < 0.3 < max(norms)
     by_hand.update(0, step_output, lr=0.1)
     result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
     assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
-    for index, (module, _) in one.store.own.items():
-        for a, b in zip(module.parameters(), by_hand.store.own[index][0].parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(one), weights(by_hand), rtol=1e-4, atol=1e-6)
 
 
 def test_document_drawing_matches_the_simulator() -> None:
@@ -307,8 +391,7 @@ def test_document_drawing_matches_the_simulator() -> None:
             for turn in (0, 1):
                 start = round(turn * (period + 1))
                 for span in row:
-                    line[start + round(span.start)] = (
-                        str(span.op.kind) if turn == 0 else str(span.op.kind).lower()
-                    )
+                    kind = str(span.op.kind)
+                    line[start + round(span.start)] = kind.lower() if turn else kind
                 line[start + round(period + (period == timeline.span) * row[0].start)] = "|"
             assert f"\n{rank} | {''.join(line).rstrip()}\n" in text

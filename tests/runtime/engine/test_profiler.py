@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.kernels.crossover import make_pruned
+from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock, Mark
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import Interval
-from dynmo.runtime.engine.profiler import Profiler, weight_bytes
+from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.engine.profiler import Profiler, measure_links, weight_bytes
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 from tests.pool import Pool
@@ -20,31 +27,39 @@ from tests.runtime.alone import alone, emulated, ids
 from tests.runtime.fake_time import emulated_time
 
 
+def profile(
+    world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
+) -> list[dict[str, Any]]:
+    """The costs of emulated layers after a step."""
+    model = make_layers(f, b, w, size=64)
+    pipeline = Engine(world, model, Partition(tuple(counts)), StepOptions("zb-h1", microbatches=3))
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    with emulated_time():
+        pipeline.step(0, ids, ids, lr=0.0)
+    return [vars(cost) for cost in pipeline.costs()]
+
+
+def links(world: World) -> list[list[float]]:
+    pairs = [(rank, rank + 1) for rank in range(world.size - 1)]
+    return [[link.latency, link.bytes_per_second] for link in measure_links(world, pairs).values()]
+
+
 def test_measured_costs_are_exact_and_equal_on_all_ranks(pool: Pool) -> None:
     f, b, w = [3, 5, 3, 4], [4, 6, 5, 3], [5, 3, 7, 4]
-    ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
+    ranks = pool.run("tests.runtime.engine.test_profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for kind, truth in zip("fbw", (f, b, w), strict=True):
         assert [measured[kind] for measured in ranks[0]] == pytest.approx(truth)
     # There is one weight of 4 bytes, with its gradient, two moments and a counter. Messages have 64
-    # numbers. W needs the messages and their gradients. The gradient of the loss is one number.
-    assert [{key: row[key] for key in row if key not in "fbw"} for row in ranks[0]] == [
-        {
-            "parameters": 1,
-            "weight_bytes": 4,
-            "gradient_bytes": 4,
-            "optimizer_bytes": 12,
-            "activation_bytes": 260 if index == 3 else 512,
-            "stash_bytes": 260 if index == 3 else 512,
-            "output_bytes": 4 if index == 3 else 256,
-            "workspace_bytes": 0,  # these three from shapes alone
-            "forward_workspace_bytes": 0,
-            "weight_workspace_bytes": 0,
-            "rollback_bytes": 0,  # a step ends with a barrier
-            "pending_gradient_bytes": 0,  # one slot a replica
-        }
-        for index in range(4)
-    ]
+    # numbers. W needs the messages and their gradients. The gradient of the loss is one number. The
+    # workspaces come from shapes alone, a step ends with a barrier, and a replica has one slot.
+    state = {"parameters": 1, "weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 12}
+    zeros = ("workspace", "forward_workspace", "weight_workspace", "rollback", "pending_gradient")
+    state |= {f"{name}_bytes": 0 for name in zeros}
+    for index, row in enumerate(ranks[0]):
+        inner, out = (260, 4) if index == 3 else (512, 256)
+        sizes = {"activation_bytes": inner, "stash_bytes": inner, "output_bytes": out}
+        assert {key: row[key] for key in row if key not in "fbw"} == state | sizes
 
 
 class Tape:
@@ -67,9 +82,9 @@ class Tape:
         return end - start
 
 
-def marked(clock: Tape, marks: list[tuple[Any, ...]]) -> Layer:
+def marked(clock: Any, *marks: tuple[Any, ...]) -> Layer:
     layer = Layer(3, nn.Linear(2, 2), clock, 0)
-    layer.marks = [(kind, start, end, inside) for kind, start, end, inside in marks]
+    layer.marks = [(kind, start, end, list(inside)) for kind, start, end, *inside in marks]
     return layer
 
 
@@ -77,29 +92,27 @@ def test_costs_are_medians_over_a_window() -> None:
     clock = Tape()
     profiler = Profiler(clock)
     assert profiler.seconds(3) == (0.0, 0.0, 0.0)
-    # Microbatches of 2, 3, 4 s forward, and one that was held up.
-    step = [(Kind.F, 0.0, seconds, []) for seconds in (2.0, 3.0, 4.0, 900.0, 3.0)]
-    step += [
-        (Kind.B, 0.0, 5.0, []),
-        (Kind.W, 0.0, 6.0, []),
-        (Kind.BW, 0.0, 12.0, [(1.0, 3.0), (4.0, 8.0)]),
+    # Microbatches of 2, 3, 4 s forward, and one that was held up. BW: W is what ran inside, B the
+    # rest.
+    step: list[tuple[Any, ...]] = [
+        (Kind.F, 0.0, seconds) for seconds in (2.0, 3.0, 4.0, 900.0, 3.0)
     ]
-    layer = marked(clock, step)
+    step += [(Kind.B, 0.0, 5.0), (Kind.W, 0.0, 6.0), (Kind.BW, 0.0, 12.0, (1.0, 3.0), (4.0, 8.0))]
+    layer = marked(clock, *step)
     profiler.observe([layer])
-    # BW: W is what ran inside, B the rest.
     assert profiler.seconds(3) == (3.0, 5.5, 6.0)
     assert layer.marks == []
     # A W of which two pieces ran ahead.
     ahead = Profiler(clock)
-    ahead.observe([marked(clock, [(Kind.W, 9.0, 10.0, [(1.0, 3.0), (5.0, 6.0)])])])
+    ahead.observe([marked(clock, (Kind.W, 9.0, 10.0, (1.0, 3.0), (5.0, 6.0)))])
     assert ahead.seconds(3) == (0.0, 0.0, 4.0)
     # A step that was held up as a whole, among others.
     for seconds in (3.0, 1000.0, 3.0):
-        profiler.observe([marked(clock, [(Kind.F, 0.0, seconds, [])])])
+        profiler.observe([marked(clock, (Kind.F, 0.0, seconds))])
     assert profiler.seconds(3)[0] == 3.0
     # Only the last steps count.
     for _ in range(8):
-        profiler.observe([marked(clock, [(Kind.F, 0.0, 7.0, [])])])
+        profiler.observe([marked(clock, (Kind.F, 0.0, 7.0))])
     assert profiler.seconds(3) == (7.0, 0.0, 0.0)
     profiler.forget([3, 4])
     assert profiler.seconds(3) == (0.0, 0.0, 0.0)
@@ -115,34 +128,28 @@ class Doubting(Tape):
 def test_doubtful_readings_count_only_without_others() -> None:
     clock = Doubting()
     profiler = Profiler(clock)
-    f = [(Kind.F, 0.0, seconds, []) for seconds in (3.0, 900.0, 900.0)]
-    bw = [
-        (Kind.BW, 0.0, 300.0, [(1.0, 3.0)]),
-        (Kind.BW, 0.0, 50.0, [(1.0, 5.0)]),
-        (Kind.BW, 0.0, 400.0, [(1.0, 300.0)]),
-    ]
-    profiler.observe([marked(clock, f + bw)])
+    step: list[tuple[Any, ...]] = [(Kind.F, 0.0, seconds) for seconds in (3.0, 900.0, 900.0)]
+    step += [(Kind.BW, 0.0, 300.0, (1.0, 3.0)), (Kind.BW, 0.0, 50.0, (1.0, 5.0))]
+    profiler.observe([marked(clock, *step, (Kind.BW, 0.0, 400.0, (1.0, 300.0)))])
     assert profiler.seconds(3) == (3.0, 46.0, 3.0)
     alone = Profiler(clock)
-    alone.observe([marked(clock, [(Kind.W, 0.0, 200.0, []), (Kind.W, 0.0, 1.0, [(0.0, 300.0)])])])
+    alone.observe([marked(clock, (Kind.W, 0.0, 200.0), (Kind.W, 0.0, 1.0, (0.0, 300.0)))])
     assert alone.seconds(3) == (0.0, 0.0, 250.5)
 
 
 def test_w_share_longer_than_its_bw_is_doubtful() -> None:
     """The thread lost its core: the BW takes its CPU time, and its W the elapsed time."""
-    clock = HostClock()
 
     def mark(elapsed: float, cpu: float, preempted: int) -> Mark:
         at = Mark(elapsed)
         at.cpu, at.preempted, at.waited = cpu, preempted, 0
         return at
 
-    odd = (Kind.BW, mark(0, 0, 0), mark(20, 6, 1), [(mark(1, 1, 0), mark(13, 3, 0))])
-    plain = (Kind.BW, mark(20, 6, 1), mark(25, 11, 1), [(mark(21, 7, 1), mark(23, 9, 1))])
+    odd = (Kind.BW, mark(0, 0, 0), mark(20, 6, 1), (mark(1, 1, 0), mark(13, 3, 0)))
+    plain = (Kind.BW, mark(20, 6, 1), mark(25, 11, 1), (mark(21, 7, 1), mark(23, 9, 1)))
     for marks, b in (([odd], 8.0), ([odd, plain], 3.0)):
-        profiler, layer = Profiler(clock), Layer(3, nn.Linear(2, 2), clock, 0)
-        layer.marks = list(marks)
-        profiler.observe([layer])
+        profiler = Profiler(HostClock())
+        profiler.observe([marked(HostClock(), *marks)])
         assert profiler.seconds(3).b == b
 
 
@@ -150,33 +157,21 @@ def test_costs_by_half_of_the_readings() -> None:
     """Costs that scale are divided in proportion. One count of bytes is exact."""
     clock = Tape()
     profiler = Profiler(clock)
-    costs = (
-        LayerCost(0, 0, 0),
-        LayerCost(0, 0, 0),
-        LayerCost(0, 0, 0),
-        LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7),
-    )
+    last = LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7)
+    costs = (*[LayerCost(0, 0, 0)] * 3, last)
     for f in (1.0, 2.0, 9.0):
-        profiler.observe([marked(clock, [(Kind.F, 0.0, f, []), (Kind.W, 0.0, 3.0, [])])])
+        profiler.observe([marked(clock, (Kind.F, 0.0, f), (Kind.W, 0.0, 3.0))])
         halves = profiler.gather_halves(alone(), [3], costs)
         assert bool(halves) == (f > 1.0)
-    assert [half[3] for half in halves] == [
-        LayerCost(f=2.0, b=0.0, w=6.0, weight_bytes=7),
-        LayerCost(f=18.0, b=0.0, w=6.0, weight_bytes=7),
-    ]
+    assert [half[3] for half in halves] == [replace(last, f=2.0), replace(last, f=18.0)]
     assert profiler.gather_halves(alone(), [2, 3], costs) == (), "nothing is known of layer 2"
 
 
 def test_preempted_share_is_measured() -> None:
     profiler = Profiler(Halving())
     assert profiler.preempted == 0.0
-    profiler.observe_ops(
-        [
-            Interval("F", 0, 0, 0.0, 2.0),
-            Interval("wait", 0, 0, 2.0, 50.0),
-            Interval("B", 0, 0, 50.0, 54.0),
-        ]
-    )
+    ops = (("F", 0.0, 2.0), ("wait", 2.0, 50.0), ("B", 50.0, 54.0))
+    profiler.observe_ops([Interval(kind, 0, 0, start, end) for kind, start, end in ops])
     assert profiler.preempted == 0.5
 
 
@@ -192,9 +187,7 @@ def test_observing_reads_the_clock_once_per_mark() -> None:
     clock = Tape()
     profiler = Profiler(clock)
     for step in range(3):
-        profiler.observe(
-            [marked(clock, [(Kind.F, 0.0, 1.0, []), (Kind.BW, 0.0, 1.0, [(0.0, 0.5)])])]
-        )
+        profiler.observe([marked(clock, (Kind.F, 0.0, 1.0), (Kind.BW, 0.0, 1.0, (0.0, 0.5)))])
         assert clock.asked == 3 * (step + 1)
 
 
@@ -238,7 +231,7 @@ def test_evaluation_leaves_measurements_unchanged() -> None:
 
 def test_links_are_equal_on_all_ranks(pool: Pool) -> None:
     """Links are measured between neighbours."""
-    first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
+    first, *others = pool.run("tests.runtime.engine.test_profiler:links", 3)
     assert others == [first] * 2
     assert len(first) == 2
     assert all(latency >= 0 and speed > 0 for latency, speed in first)

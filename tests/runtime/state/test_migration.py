@@ -4,19 +4,146 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dynmo.balance.partition import Move
+from dynmo.balance.partition import Move, Partition, moves
+from dynmo.config import parse
 from dynmo.errors import RunError
-from dynmo.runtime.state.migration import contents, fill, pack, unpack
+from dynmo.kernels.seeds import mix
+from dynmo.runtime.comm.headers import TAG_MIGRATE
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.state.migration import (
+    Arrival,
+    _receive_text,
+    contents,
+    exchange,
+    fill,
+    pack,
+    unpack,
+)
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
+from tests.runtime.jobs import error_of
+from tests.runtime.modules import Net, assert_same, bits_of
 
-JOBS = "tests.runtime.jobs.migrate:"
+
+def fingerprint(
+    module: nn.Module, optimizer: LayerOptimizer, gradients: bool = True
+) -> dict[str, Any]:
+    """Dtype, shape and bits of each tensor of a layer, and which parameters train."""
+    out: dict[str, Any] = {}
+    for (section, name), t in contents(module, optimizer.state()).items():
+        if gradients or section != "gradient":
+            out[f"{section} {name}"] = [str(t.dtype), list(t.shape), bits_of(t)]
+    return out | {f"trains {name}": p.requires_grad for name, p in module.named_parameters()}
+
+
+class Held:
+    """The layers of one rank, as little as moving them needs."""
+
+    def __init__(self, world: World, kind: dict[str, Any], partition: Partition) -> None:
+        self.world, self.partition = world, partition
+        self.model = model_of(parse({"model": kind}))
+        own = partition.range_of(world.rank)
+        self.modules = self.model.build(frozenset(own))
+        for index in range(0, self.model.layers, 3):
+            self.modules[index].requires_grad_(False)
+        self.optimizers = {i: LayerOptimizer(self.modules[i], OptimizerSettings()) for i in own}
+
+    def train(self, step: int) -> None:
+        """Gradients from nowhere, one update, and gradients left behind."""
+        for index, optimizer in self.optimizers.items():
+            for last in (False, True):
+                random = torch.Generator().manual_seed(mix(step, index, last))
+                for p in self.modules[index].parameters():
+                    p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
+                if not last:
+                    optimizer.step(0.1, 1.0)
+                    optimizer.drop_gradients()
+
+    def fingerprints(self) -> dict[int, Any]:
+        return {i: fingerprint(self.modules[i], o) for i, o in self.optimizers.items()}
+
+    def leaving(self, index: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        return self.modules[index], self.optimizers[index].state()
+
+    def move(self, target: Partition, leaving: Any = None) -> int:
+        plan = moves(self.partition, target)
+
+        def adopt(arrivals: list[Arrival]) -> None:
+            for move in plan:
+                if move.source == self.world.rank:
+                    self.modules[move.layer].zero_grad()
+                    self.modules[move.layer] = self.modules[move.layer].to("meta")
+                    del self.optimizers[move.layer]
+            for arrival in arrivals:
+                module = self.modules[arrival.layer]
+                state = fill(module, arrival.tensors, arrival.flags)
+                self.optimizers[arrival.layer] = LayerOptimizer(module, OptimizerSettings())
+                self.optimizers[arrival.layer].load(state)
+
+        migration = exchange(self.world, plan, leaving or self.leaving, adopt)
+        self.partition = target
+        return migration.moved_bytes
+
+
+def any_partition(layers: int, ranks: int, random: Random) -> Partition:
+    return Partition.from_bounds([0, *sorted(random.sample(range(1, layers), ranks - 1)), layers])
+
+
+def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
+    """Moves layers between random placements, with an update and gradients before each move."""
+    random = Random(seed)
+    layers = model_of(parse({"model": kind})).layers
+    held = Held(world, kind, any_partition(layers, world.size, random))
+    moved = 0
+    for step in range(rounds):
+        held.train(step)
+        moved += held.move(any_partition(layers, world.size, random))
+        assert sorted(held.optimizers) == list(held.partition.range_of(world.rank))
+    return {"layers": held.fingerprints(), "moved": moved}
+
+
+def migrate_fails(world: World, how: str) -> dict[str, Any]:
+    """One rank fails while layers move from (3, 1, 2) to (1, 2, 3)."""
+    kind = {"kind": "gpt", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 4}
+    held = Held(world, kind, Partition((3, 1, 2)))
+    held.train(0)
+    before = held.fingerprints()
+
+    def leaving(index: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        if index == 2 and how == "source":
+            raise RunError("layer 2 will not go")
+        module, state = held.leaving(index)
+        if index == 2 and how == "dtype":
+            module = nn.Linear(2, 2)
+            module.register_buffer("odd", torch.zeros(2).to(torch.float8_e5m2))
+        if index == 3 and how == "memory":
+            state = {"huge": torch.zeros(1).expand(1 << 50)}
+        return module, state
+
+    error = error_of(lambda: held.move(Partition((1, 2, 3)), leaving))
+    untouched = held.fingerprints() == before and held.partition == Partition((3, 1, 2))
+    held.move(Partition((1, 2, 3)))  # and the world is as good as before
+    return {"error": error, "untouched": untouched, "after": sorted(held.optimizers)}
+
+
+def announces(world: World, length: int) -> list[str]:
+    """Rank 0 announces a manifest of this length to rank 1. Returns what that says."""
+    if world.rank == 0:
+        world.wait(world.send(torch.tensor([length]), 1, TAG_MIGRATE), 1, "room to send")
+        return []
+    return error_of(lambda: _receive_text(world, Move(2, 0, 1)))
+
+
+JOBS = "tests.runtime.state.test_migration:"
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"kind": "gpt", "blocks": 3, "hidden": 16, "heads": 2, "sequence": 4},
     "own": {"kind": "python:tests.models.user_model:layers"},
@@ -33,13 +160,11 @@ def test_random_moves_change_no_bits(pool: Pool, kind: str, ranks: int, seed: in
     """Layers train between moves, as in a run without moves."""
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
-    assert {
-        index: layer for result in moved for index, layer in result["layers"].items()
-    } == stayed["layers"]
+    layers = {index: layer for result in moved for index, layer in result["layers"].items()}
+    assert layers == stayed["layers"]
     assert stayed["moved"] == 0
-    assert all(result["moved"] == moved[0]["moved"] > 0 for result in moved), (
-        "every rank knows the bytes of all"
-    )
+    (moved_bytes,) = {result["moved"] for result in moved}  # every rank knows the bytes of all
+    assert moved_bytes > 0
     sections = {name.split()[0] for layer in stayed["layers"].values() for name in layer}
     assert sections == {"parameter", "buffer", "gradient", "optimizer", "trains"}
     trains = [value for layer in stayed["layers"].values() for value in layer.items()]
@@ -64,49 +189,43 @@ def test_failed_move_leaves_all_layers_in_place(
     """All ranks raise at once, no layer has moved, and the next move succeeds."""
     results = pool.run(JOBS + "migrate_fails", 3, how=how)
     for each, result in enumerate(results):
-        assert result["error"].startswith(f"layers could not be moved (rank {rank})")
-        assert result["error"].endswith("all stay where they were")
-        assert (reason in result["error"]) or each != rank
+        kind, text = result["error"]
+        assert kind == "RunError"
+        assert text.startswith(f"layers could not be moved (rank {rank})")
+        assert text.endswith("all stay where they were")
+        assert (reason in text) or each != rank
         assert result["untouched"]
     assert [result["after"] for result in results] == [[0], [1, 2], [3, 4, 5]]
 
 
-def edited(change: Any) -> bytes:
-    """A linear's manifest with something changed."""
-    text, _ = pack(2, nn.Linear(3, 2), {})
-    manifest = json.loads(text)
-    change(manifest)
-    return json.dumps(manifest).encode()
-
-
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("changes", "match"),
     [
-        (lambda m: m.update(layer=3), "layer 2 was expected from rank 0, which sends layer 3"),
-        (
-            lambda m: m["tensors"][0].update(dtype="float128"),
-            "layer 2: parameter weight is of float128, which cannot travel",
-        ),
-        (lambda m: m["tensors"][0].update(dtype="__class__"), "cannot travel"),
-        (
-            lambda m: m["tensors"][0].update(shape="12"),
-            "the manifest of layer 2 from rank 0 cannot be read",
-        ),
-        (lambda m: m["tensors"][0].update(extra=1), "cannot be read"),
-        (lambda m: m["tensors"][0].pop("name"), "cannot be read"),
-        (lambda m: m["tensors"][0].update(shape=[1 << 44]), r"from rank 0: it announces \d+"),
-        (lambda m: m["tensors"][0].update(shape=[-2, -3]), r"weight has the shape \[-2, -3\]"),
+        ({"layer": 3}, "layer 2 was expected from rank 0, which sends layer 3"),
+        ({"dtype": "float128"}, "layer 2: parameter weight is of float128, which cannot travel"),
+        ({"dtype": "__class__"}, "cannot travel"),
+        ({"shape": "12"}, "the manifest of layer 2 from rank 0 cannot be read"),
+        ({"extra": 1}, "cannot be read"),
+        ({"name": None}, "cannot be read"),
+        ({"shape": [1 << 44]}, r"from rank 0: it announces \d+"),
+        ({"shape": [-2, -3]}, r"weight has the shape \[-2, -3\]"),
     ],
 )
-def test_bad_manifests_are_refused(change: Any, match: str) -> None:
+def test_bad_manifests_are_refused(changes: dict[str, Any], match: str) -> None:
+    """Of a linear, with something changed, or left out where there is None."""
+    manifest = json.loads(pack(2, nn.Linear(3, 2), {})[0])
+    for key, value in changes.items():
+        (manifest if key == "layer" else manifest["tensors"][0])[key] = value
+    if "name" in changes:
+        del manifest["tensors"][0]["name"]
     with pytest.raises(RunError, match=match):
-        unpack(edited(change), MOVE, CPU)
+        unpack(json.dumps(manifest).encode(), MOVE, CPU)
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 50])
 def test_manifest_length_is_bounded(pool: Pool, length: int) -> None:
     """The receiver does not allocate a size just because a peer announces it."""
-    _, told = pool.run(JOBS + "announces", 2, length=length)
+    _, (_, told) = pool.run(JOBS + "announces", 2, length=length)
     assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes")
 
 
@@ -115,27 +234,23 @@ def test_truncated_manifest_is_refused() -> None:
         unpack(pack(2, nn.Linear(3, 2), {})[0][:-5], MOVE, CPU)
 
 
-class Counting(nn.Module):
+def counting() -> nn.Module:
     """Has a buffer from its first forward on."""
 
-    seen: torch.Tensor | None
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.seen = torch.ones(2) if module.seen is None else module.seen + 1
+        return module.linear(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("seen", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.ones(2) if self.seen is None else self.seen + 1
-        return self.linear(x)
+    module = Net(forward, linear=nn.Linear(2, 2))
+    module.register_buffer("seen", None)
+    return module
 
 
 def test_buffer_made_in_a_forward_moves() -> None:
-    here, there = Counting(), Counting().to("meta")
+    here, there = counting(), counting().to("meta")
     here(here(torch.zeros(1, 2)))
     fill(there, contents(here, {}), dict.fromkeys(("linear.weight", "linear.bias"), True))
-    assert there.seen is not None
-    assert there.seen.tolist() == [2.0, 2.0]
+    assert there.get_buffer("seen").tolist() == [2.0, 2.0]
 
 
 def test_unpacked_layer_equals_the_packed_layer() -> None:
@@ -146,15 +261,12 @@ def test_unpacked_layer_equals_the_packed_layer() -> None:
     state = {"bias/step": torch.tensor(3.0), "bias/exp_avg": torch.randn(4)}
     text, tensors = pack(2, module, state)
     arrival = unpack(text, MOVE, CPU)
-    assert [(t.dtype, t.shape) for t in tensors] == [
-        (t.dtype, t.shape) for t in arrival.tensors.values()
-    ]
+    made = [(t.dtype, t.shape) for t in arrival.tensors.values()]
+    assert made == [(t.dtype, t.shape) for t in tensors]
     for ours, sent in zip(arrival.tensors.values(), tensors, strict=True):
         ours.copy_(sent)
     other = nn.BatchNorm1d(4).to("meta")
     assert fill(other, arrival.tensors, arrival.flags).keys() == state.keys()
-    before, after = contents(module, state), contents(other, state)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same(contents(module, state), contents(other, state))
     assert not other.weight.requires_grad
     assert other.bias.requires_grad
