@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from dynmo.runtime.comm.world import World
 from tests import jobs
 from tests.pool import Pool
@@ -89,6 +91,32 @@ def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -
 def fields_of(events: list[dict[str, Any]], kind: str, *keys: str) -> list[Any]:
     """A tuple of the named fields of each event of this kind."""
     return [tuple(e[key] for key in keys) for e in events if e["event"] == kind]
+
+
+def same_events(
+    events: list[dict[str, Any]], expected: list[dict[str, Any]], **fields: tuple[str, ...]
+) -> None:
+    """The events of each named kind have equal fields."""
+    for kind, keys in fields.items():
+        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
+
+
+def with_sections(wanted: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with more keys in some of its sections."""
+    changed = {name: {**wanted.get(name, {}), **section} for name, section in sections.items()}
+    return wanted | changed
+
+
+def decay_groups(layers: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of torch's optimizers. Matrices decay, and vectors do not."""
+    trained = [p for p in layers.parameters() if p.requires_grad]
+    return [
+        {
+            "params": [p for p in trained if (p.dim() > 1) == decays],
+            "weight_decay": weight_decay * decays,
+        }
+        for decays in (True, False)
+    ]
 
 
 def run(pool: Pool, config: dict[str, Any], job: str = "train", **arguments: Any) -> list[Any]:

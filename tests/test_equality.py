@@ -22,7 +22,20 @@ from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, pruned, resumed, run, same
+from tests.equality import (
+    BALANCERS,
+    STEPS,
+    config,
+    decay_groups,
+    deeper,
+    fields_of,
+    pruned,
+    resumed,
+    run,
+    same,
+    same_events,
+    with_sections,
+)
 from tests.jobs import SOURCE
 from tests.pool import Pool
 
@@ -149,12 +162,11 @@ def test_prune_that_drops_no_weight_leaves_the_digest_equal(pool: Pool) -> None:
     The last of four ranks holds the head only, which is never pruned.
     """
     options = {"initial_sparsity": 0.7, "final_sparsity": 0.7, "start": 1, "end": 3, "every": 1}
+    case = {"dynamism": {"cases": ["pruning"], "pruning": options}}
     alone, spread = (
-        config(ranks, "1f1b", BALANCERS["none"], False, True)
-        | {"dynamism": {"cases": ["pruning"], "pruning": options}}
-        for ranks in (1, 4)
+        run(pool, config(ranks, "1f1b", BALANCERS["none"], False, True) | case) for ranks in (1, 4)
     )
-    same(run(pool, spread), run(pool, alone)[0])
+    same(spread, alone[0])
 
 
 @pytest.mark.matrix
@@ -179,29 +191,15 @@ def cached(
     Layers freeze, and move every third step. All layers thaw for steps 3, 8 and 13. Every five
     steps another layer is left out, frozen or not.
     """
-    wanted = config(
-        ranks,
-        schedule,
-        {**BALANCERS["random"], "every": 3} if ranks > 1 else BALANCERS["none"],
-        True,
-        True,
-        dropout=0.0,
-    )
+    balance = {**BALANCERS["random"], "every": 3} if ranks > 1 else BALANCERS["none"]
+    wanted = config(ranks, schedule, balance, True, True, dropout=0.0)
     wanted["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
     wanted["data"] = {"source": f"file:{data}", "shuffle": "batches"}
-    cases = [
-        "freezing",
-        "python:tests.dynamism.thawing:Thawing",
-        "python:tests.dynamism.own_case:LayerDrop",
-    ]
-    wanted["dynamism"] = {
-        "cases": cases,
-        "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes},
-    }
-    return {
-        key: value | sections.get(key, {}) if isinstance(value, dict) else value
-        for key, value in (wanted | {"elastic": {}}).items()
-    }
+    own = ["thawing:Thawing", "own_case:LayerDrop"]
+    freezing = {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}
+    cases = ["freezing", *(f"python:tests.dynamism.{case}" for case in own)]
+    wanted["dynamism"] = {"cases": cases, "freezing": freezing}
+    return with_sections(wanted, sections)
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +248,14 @@ def test_cached_frozen_outputs_leave_the_digest_unchanged(
 ) -> None:
     expected = _uncached_reference(pool, small_file, 8 if "train" in sections else 10)
     events = run(pool, cached(ranks, schedule, small_file, limit, **sections), "events")[0]
-    for kind, keys in (
-        ("step", ("step", "loss", "gradient_norm", "frozen")),
-        ("change", ("step", "case", "layers")),
-        ("eval", ("step", "loss")),
-        ("end", ("loss", "weights_digest")),
-    ):
-        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
+    same_events(
+        events,
+        expected,
+        step=("step", "loss", "gradient_norm", "frozen"),
+        change=("step", "case", "layers"),
+        eval=("step", "loss"),
+        end=("loss", "weights_digest"),
+    )
     ((spared, held),) = fields_of(events, "end", "spared_forwards", "cached_bytes")
     assert spared > 0
     assert 0 < held <= ranks * limit
@@ -265,13 +264,10 @@ def test_cached_frozen_outputs_leave_the_digest_unchanged(
 
 def test_autofreeze_freezes_the_same_layers_on_any_ranks(pool: Pool) -> None:
     options = {"policy": "autofreeze", "every": 1}
+    case = {"dynamism": {"cases": ["freezing"], "freezing": options}}
+    # With this seed several layers settle early enough to freeze within the few steps.
     alone, spread = (
-        # With this seed several layers settle early enough to freeze within the few steps.
-        run(
-            pool,
-            config(ranks, "zb-h1", BALANCERS["random"], False, True, seed=8)
-            | {"dynamism": {"cases": ["freezing"], "freezing": options}},
-        )
+        run(pool, config(ranks, "zb-h1", BALANCERS["random"], False, True, seed=8) | case)
         for ranks in (1, 3)
     )
     assert alone[0]["frozen"][-1] > alone[0]["frozen"][0] == 0, "nothing froze"
@@ -307,10 +303,7 @@ def _plain_loop(
     parsed = parse(wanted)
     layers = torch.nn.ModuleList(model_of(parsed).build(range(6)))
     batches = Batches(open_corpus(SOURCE), 16, 10, 2, 7)
-    decayed = [p for p in layers.parameters() if p.dim() >= 2]
-    others = [p for p in layers.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    adamw = torch.optim.AdamW(decay_groups(layers, 0.1), lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     losses: list[float] = []
     for step in range(STEPS):
         if freezing:

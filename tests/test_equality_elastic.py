@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, IN_EMULATED_TIME, deeper, fields_of, run
+from tests.equality import BALANCERS, IN_EMULATED_TIME, deeper, fields_of, run, with_sections
 from tests.pool import Pool
 
 DOWN_AND_UP, GROWTH = [[2, 2, 1], [5, 4, 1]], [[4, 3, 1]]
@@ -41,19 +41,16 @@ def wanted(
 ) -> dict[str, Any]:
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5, "global_batch": 6}
-    for name, section in (*CASES[case].items(), *sections.items()):
-        base[name] = {**base.get(name, {}), **section}
-    return base
+    return with_sections(with_sections(base, CASES[case]), sections)
 
 
 def told(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The results that must not depend on where the run was."""
+    changes = fields_of(events, "change", "step", "case", "layers")
     return {
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
         "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
-        "changes": [
-            x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "experts"
-        ],
+        "changes": [change for change in changes if change[1] != "experts"],
         "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
     }
 
@@ -65,11 +62,8 @@ def reference(pool: Pool, case: str, groups: int = 1) -> dict[str, Any]:
 
 def sizes(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Every change of ranks: step, from, to."""
-    return [
-        (e["step"], e["ranks_before"], e["ranks_after"])
-        for e in events
-        if e["event"] in ("repack", "grow")
-    ]
+    keys = ("step", "ranks_before", "ranks_after")
+    return sorted(x for kind in ("repack", "grow") for x in fields_of(events, kind, *keys))
 
 
 @pytest.mark.parametrize("case", mostly_matrix(CASES, everyday=["post-validation"]))
@@ -199,11 +193,8 @@ def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
     assert changes[0][0] > 10, "nothing is saved before layers freeze"
     assert changes[0][2] < 4
     assert changes[-1][2] == 4, "layers that thaw need all ranks"
-    assert all(
-        "ranks take" in reason
-        for event in ("repack", "grow")
-        for (reason,) in fields_of(events, event, "reason")
-    )
+    for kind in ("repack", "grow"):
+        assert all("ranks take" in reason for (reason,) in fields_of(events, kind, "reason"))
     assert fields_of(events, "end", "gpu_seconds_returned")[0][0] > 0
     still = run(pool, config | {"elastic": {}, "parallel": {}}, IN_EMULATED_TIME)[0]
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")

@@ -19,32 +19,43 @@ from dynmo.data.corpus import open_corpus
 from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
-from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, resumed, run
+from tests.equality import (
+    BALANCERS,
+    STEPS,
+    config,
+    decay_groups,
+    deeper,
+    fields_of,
+    resumed,
+    run,
+    with_sections,
+)
 from tests.jobs import SOURCE
 from tests.pool import Pool
 
 RECORD = {"record_every": 2}
 EXITS = {"early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2} | RECORD}
 DEPTHS = {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4} | RECORD}
+BCE = {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0}
+
+
+def _exits(**options: Any) -> dict[str, Any]:
+    return {"early_exit": EXITS["early_exit"] | options}
+
+
 # Some tokens of an untrained model are over these thresholds, and some are not.
 CASES: dict[str, dict[str, Any]] = {
     "softmax": EXITS,
-    "state": {
-        "early_exit": EXITS["early_exit"] | {"confidence": "state", "threshold": 0.995, "start": 1}
-    },
-    "classifier": {
-        "early_exit": EXITS["early_exit"]
-        | {"confidence": "classifier", "threshold": 0.5, "exits": [1]}
-    },
+    "state": _exits(confidence="state", threshold=0.995, start=1),
+    "classifier": _exits(confidence="classifier", threshold=0.5, exits=[1]),
     "mlp": DEPTHS,
-    "bce": {
-        "mixture_of_depths": {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0} | RECORD
-    },
+    "bce": {"mixture_of_depths": BCE | RECORD},
     "experts": {"experts": RECORD},
     "experts and exits": {"experts": {}} | EXITS,
     "experts and depths": {"experts": {}} | DEPTHS,
 }
 EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "shared_experts": 1, "moe_every": 2}
+EXPERTS |= {"bias_rate": 0.1}
 
 
 def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -52,14 +63,9 @@ def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> 
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["dynamism"] = {"cases": list(CASES[case]), **CASES[case]}
     if "experts" in CASES[case]:
-        base["model"] |= EXPERTS | {
-            "routing": "bias" if case == "experts" else "aux-loss",
-            "bias_rate": 0.1,
-        }
+        base["model"] |= EXPERTS | {"routing": "bias" if case == "experts" else "aux-loss"}
     base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5, "global_batch": 8}
-    for name, section in sections.items():
-        base[name] = {**base.get(name, {}), **section}
-    return base
+    return with_sections(base, sections)
 
 
 def told(pool: Pool, configuration: dict[str, Any]) -> dict[str, Any]:
@@ -97,17 +103,14 @@ def test_token_cases_have_the_same_numbers_on_any_ranks(pool: Pool, case: str, p
     assert told(pool, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
 
 
+ZERO = {"parallel": {"zero": 1}}
 # Pipeline, data and expert.
 SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] = {
     "one stage": ((1, 2, 2), "zb-h1", {}),
     "two groups": ((1, 4, 2), "zb-h1", {}),
-    "two groups, ZeRO-1": ((1, 4, 2), "zb-h1", {"parallel": {"zero": 1}}),
+    "two groups, ZeRO-1": ((1, 4, 2), "zb-h1", ZERO),
     "two stages": ((2, 2, 2), "zb-h1", {}),
-    "ZeRO-1, V shape, recompute": (
-        (2, 2, 2),
-        "zb-v",
-        {"parallel": {"zero": 1}, "train": {"recompute": "all"}},
-    ),
+    "ZeRO-1, V shape, recompute": ((2, 2, 2), "zb-v", ZERO | {"train": {"recompute": "all"}}),
     "post-validation": ((2, 2, 2), "zb-h2", {"pipeline": {"post_validation": True}}),
 }
 
@@ -115,15 +118,10 @@ SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] =
 def sharded(case: str, place: str, least_gain: float) -> dict[str, Any]:
     (pipeline, data, expert), schedule, sections = SPREAD[place]
     mesh = {"pipeline": pipeline, "replicas": data, "expert": expert}
-    parallel = mesh | sections.get("parallel", {})
-    train = {"reduction_slots": data} | sections.get("train", {})
-    spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
-    spread["dynamism"]["experts"] = RECORD | {
-        "place_every": 2,
-        "least_gain": least_gain,
-        "redundant": data // 2,
-    }
-    return spread
+    spread = wanted(case, pipeline, schedule, parallel=mesh, train={"reduction_slots": data})
+    moves = {"place_every": 2, "least_gain": least_gain, "redundant": data // 2}
+    spread["dynamism"]["experts"] = RECORD | moves
+    return with_sections(spread, sections)
 
 
 def test_experts_stay_if_a_move_gains_too_little(pool: Pool) -> None:
@@ -161,13 +159,9 @@ def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
 
     Losses agree within a relative error of 1e-6.
     """
-    configuration = config(
-        1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0
-    )
-    configuration["dynamism"] = {
-        "cases": ["early_exit"],
-        "early_exit": {"threshold": 0.001, "exits": [0], "start": 0},
-    }
+    configuration = config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0)
+    case = {"early_exit": {"threshold": 0.001, "exits": [0], "start": 0}}
+    configuration["dynamism"] = {"cases": ["early_exit"], **case}
     configuration["train"] |= {"warmup": 0, "decay": "constant"}
     losses = run(pool, configuration)[0]["losses"]
     model = model_of(parse(configuration))
@@ -175,14 +169,7 @@ def test_early_exit_losses_match_a_plain_torch_loop(pool: Pool) -> None:
     for layer in layers:
         if isinstance(layer, ExitHead):
             layer.exits = True
-    groups = [
-        {
-            "params": [p for p in layers.parameters() if (p.dim() > 1) == decays],
-            "weight_decay": 0.1 * decays,
-        }
-        for decays in (1, 0)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(decay_groups(layers, 0.1), lr=1e-2, betas=(0.9, 0.95))
     batches, expected = Batches(open_corpus(SOURCE), 16, 10, 2, 7), list[float]()
     for step in range(STEPS):
         optimizer.zero_grad()

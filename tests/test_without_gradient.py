@@ -25,6 +25,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
+from tests.equality import decay_groups
 from tests.jobs import SOURCE
 from tests.pool import Pool
 from tests.test_own_models import config
@@ -59,10 +60,7 @@ def plain(optimizer: Optimizer, groups: int = 1) -> tuple[Weights, list[list[boo
     model = model_of(loaded)
     layers = nn.Sequential(*[_Spread(layer) for layer in model.build(range(model.layers))])
     parameters = list(layers.parameters())
-    settings = [
-        {"params": [p for p in parameters if (p.dim() > 1) == decays], "weight_decay": 0.5 * decays}
-        for decays in (True, False)
-    ]
+    settings = decay_groups(layers, 0.5)
     stepper = (
         torch.optim.AdamW(settings, lr=0.05, betas=(0.9, 0.95), eps=EPS, fused=True)
         if optimizer == "adamw"
@@ -134,16 +132,8 @@ def test_steps_that_are_taken_back_skip_the_same(pool: Pool) -> None:
     """The gradients are clipped, so ranks take their first attempt back."""
     clipped = {"max_grad_norm": 0.05}
     expected = trained(pool, "adamw", train=clipped)
-    exact, near = (
-        trained(
-            pool,
-            "adamw",
-            2,
-            train=clipped,
-            pipeline={"post_validation": True, "rollback": rollback},
-        )
-        for rollback in ("exact", "in-place")
-    )
+    ways = ({"post_validation": True, "rollback": way} for way in ("exact", "in-place"))
+    exact, near = (trained(pool, "adamw", 2, train=clipped, pipeline=way) for way in ways)
     assert exact == expected
     assert_close(near, expected)
     assert near[0] == exact[0] == plain("adamw")[0][0], "nothing trains below integers"
@@ -166,12 +156,8 @@ def tied(world: World) -> list[float]:
     ids = torch.arange(16).view(2, 2, 4)
     for step in range(2):
         engine.step(step, ids, ids, lr=0.1)
-    return [
-        x
-        for p in engine.store.modules[0].parameters()
-        if not p.is_meta
-        for x in p.flatten().tolist()
-    ]
+    held = [p for p in engine.store.modules[0].parameters() if not p.is_meta]
+    return [x for p in held for x in p.flatten().tolist()]
 
 
 def test_tied_weight_without_a_gradient_does_not_decay(pool: Pool) -> None:

@@ -21,6 +21,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
+from tests.equality import decay_groups
 
 
 def train(
@@ -74,14 +75,7 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
         loaded.seed,
         loaded.data.shuffle,
     )
-    trained = [p for p in layers.parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in trained if (p.dim() > 1) == decays],
-            "weight_decay": train.weight_decay * decays,
-        }
-        for decays in (True, False)
-    ]
+    groups = decay_groups(layers, train.weight_decay)
     options: dict[str, Any] = {}
     if train.optimizer == "adamw":
         options = {"lr": 0.0, "betas": train.betas, "eps": train.eps}

@@ -62,7 +62,15 @@ class Channels(nn.Module):
         return x + self.module(y).transpose(1, 2)
 
 
-class OwnBatchNorm(nn.Module):
+class WithLinear(nn.Module):
+    """A layer with one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square_linear()
+
+
+class OwnBatchNorm(WithLinear):
     """`functional.batch_norm` on buffers of its own, which torch updates in place."""
 
     mean: Tensor
@@ -70,7 +78,6 @@ class OwnBatchNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = square_linear()
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("variance", torch.ones(WIDTH))
 
@@ -80,18 +87,14 @@ class OwnBatchNorm(nn.Module):
         return x + y.transpose(1, 2)
 
 
-class Counted(nn.Module):
-    """Buffers that change.
-
-    They are a count of forwards, and a mean that is replaced by a new tensor.
-    """
+class Counted(WithLinear):
+    """Buffers: a count of forwards, and a mean that is replaced by a new tensor."""
 
     count: Tensor
     mean: Tensor
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
-        self.linear = square_linear()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=persistent)
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
 
@@ -246,23 +249,19 @@ class SplitMatmul(torch.autograd.Function):
 dynmo.register_split(Registered, SplitRegistered)
 
 
-class Plain(nn.Module):
+class Plain(WithLinear):
     """A tensor that is neither parameter nor buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.table = square_linear(), torch.linspace(0.5, 1.5, WIDTH)
+        self.table = torch.linspace(0.5, 1.5, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x) * self.table.to(x.dtype)
 
 
-class Energy(nn.Module):
+class Energy(WithLinear):
     """Adds the slope of an energy, by a backward of its own within F."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -290,12 +289,8 @@ class Routed(nn.Module):
         return x + out
 
 
-class Skipped(nn.Module):
+class Skipped(WithLinear):
     """Is left out now and then, by torch's random numbers, as in stochastic depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and float(torch.rand(())) < 0.3:
@@ -309,9 +304,9 @@ class Tokens(nn.Module):
     There are integers within a layer, and a second embedding.
     """
 
-    def __init__(self, kind: type[nn.Embedding] = nn.Embedding, padding: int | None = None) -> None:
+    def __init__(self, kind: type[nn.Embedding] = nn.Embedding, **options: Any) -> None:
         super().__init__()
-        self.table = kind(4, WIDTH, padding_idx=padding)
+        self.table = kind(4, WIDTH, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
@@ -324,23 +319,18 @@ class Scaled(nn.Embedding):
         return 3.0 * super().forward(input)
 
 
-class Columns(nn.Module):
+class Columns(WithLinear):
     """Hands on a tensor that lies in memory by columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-class Hooked(nn.Module):
+class Hooked(WithLinear):
     """A forward hook changes the output of a module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = square_linear()
         self.linear.register_forward_hook(_double)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -351,57 +341,19 @@ def _double(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Te
     return 2 * output
 
 
-class Wide(nn.Module):
-    """Computes in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x.double()).to(x.dtype)
-
-
-class Renormalised(nn.Module):
-    """An embedding whose forward writes to its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, WIDTH, max_norm=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
-
-
-class Averaged(nn.Module):
+class Averaged(WithLinear):
     """A buffer follows the layer's weight, and its output is part of the layer's."""
 
     average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = square_linear()
         self.register_buffer("average", self.linear.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.average.lerp_(self.linear.weight.detach().to(self.average.dtype), 0.1)
         return x + self.linear(x) + 0.1 * functional.linear(x, self.average.to(x.dtype))
-
-
-class Cells(nn.Module):
-    """A recurrent cell in a loop of Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state, states = torch.zeros_like(x[:, 0]), list[Tensor]()
-        for position in x.unbind(1):
-            state = self.cell(position, state)
-            states.append(state)
-        return x + torch.stack(states, 1)
 
 
 class Doubled(nn.Linear):
@@ -411,22 +363,28 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-class BackwardHooked(nn.Module):
+class BackwardHooked(WithLinear):
     """A hook changes a gradient on its way back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = square_linear()
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
         if y.requires_grad:
-            y.register_hook(_halve)
+            y.register_hook(lambda gradient: 0.5 * gradient)
         return x + y
 
 
-def _halve(gradient: Tensor) -> Tensor:
-    return 0.5 * gradient
+def _cells(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    """A recurrent cell in a loop of Python."""
+    state, states = torch.zeros_like(x[:, 0]), list[Tensor]()
+    for position in x.unbind(1):
+        state = parts["cell"](position, state)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def _wide(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    """Computes in float64."""
+    return parts["linear"](x.double()).to(x.dtype)
 
 
 def _reused(parts: nn.ModuleDict, x: Tensor) -> Tensor:
@@ -570,9 +528,9 @@ LAYERS: dict[str, Kind] = {
     "dropout": Kind(lambda: nn.Dropout(0.1), draws=True),
     "skipped": Kind(Skipped, draws=True),
     "tokens": Kind(Tokens),
-    "renormalised": Kind(Renormalised, writes=True),
+    "renormalised": Kind(lambda: Tokens(max_norm=1.0), writes=True),  # its forward writes to it
     "averaged": Kind(Averaged, writes=True, prunes=False),
-    "cells": Kind(Cells),
+    "cells": Kind(lambda: Apply(_cells, cell=nn.GRUCell(WIDTH, WIDTH))),
     "lstm_dropout": Kind(
         lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True
     ),
@@ -589,11 +547,13 @@ LAYERS: dict[str, Kind] = {
             lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH)
         )
     ),
-    "tokens_padded": Kind(lambda: Tokens(padding=1)),
-    "tokens_scaled": Kind(lambda: Tokens(Scaled, padding=2)),
+    "tokens_padded": Kind(lambda: Tokens(padding_idx=1)),
+    "tokens_scaled": Kind(lambda: Tokens(Scaled, padding_idx=2)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
-    "wide": Kind(Wide, low=False),
+    "wide": Kind(
+        lambda: Apply(_wide, linear=nn.Linear(WIDTH, WIDTH, dtype=torch.float64)), low=False
+    ),
     "spectrum": Kind(lambda: Apply(_spectrum, linear=square_linear())),
     "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
     "attention_widths": Kind(lambda: Attention(kdim=WIDTH, vdim=WIDTH, add_bias_kv=True)),
