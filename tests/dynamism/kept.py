@@ -1,11 +1,9 @@
-"""Layers that only remember what was done to them.
-
-They are for cases that need no modules.
-"""
+"""Layers that only remember what was done to them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,15 +12,13 @@ from dynmo.dynamism.pruning import Alone
 
 
 class Kept:
-    """All `modules` are here, if they are given.
-
-    Otherwise each layer has something to train, elsewhere.
-    """
+    """All `modules` are here. Without them, each layer has something to train, elsewhere."""
 
     def __init__(
-        self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()
+        self, count: int = 0, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()
     ) -> None:
-        self.count, self.modules = count, modules or [nn.Linear(1, 1) for _ in range(count)]
+        self.modules = modules or [nn.Linear(1, 1) for _ in range(count)]
+        self.count = count = len(self.modules)
         self.names = names or [f"layer{i}" for i in range(count)]
         self.own: Sequence[int] = range(len(modules))
         self.frozen: frozenset[int] = frozenset()
@@ -49,3 +45,16 @@ class Kept:
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
         self.expert_placements |= placements
         return 0
+
+
+def short_run(case: str, options: dict[str, Any], ranks: int, blocks: int) -> dict[str, Any]:
+    """Nine steps of a small GPT with a case."""
+    return {
+        "seed": 7,
+        "model": {"blocks": blocks, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
+        "parallel": {"pipeline": ranks},
+        "balance": {"balancer": "none"},
+        "dynamism": {"cases": [case], case: options},
+        "trace": {"steps": 0},
+    }

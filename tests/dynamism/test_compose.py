@@ -32,14 +32,11 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
 
 
 def test_case_order_does_not_depend_on_the_config() -> None:
-    orders = [
-        [case.name for case in cases_of(parse(config(1, "zb-h1", cases)), 6)]
-        for cases in (CASES, CASES[::-1])
-    ]
-    assert orders[0] == orders[1]
-    assert orders[0][-2:] == ["freezing", "layer_drop"], (
-        "what freezes sees what the others changed; one's own comes last"
-    )
+    configs = [parse(config(1, "zb-h1", cases)) for cases in (CASES, CASES[::-1])]
+    order, other = ([case.name for case in cases_of(each, 6)] for each in configs)
+    assert order == other
+    # What freezes sees what the others changed. One's own comes last.
+    assert order[-2:] == ["freezing", "layer_drop"]
 
 
 @pytest.mark.parametrize(

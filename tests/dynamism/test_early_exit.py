@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from dynmo.dynamism.early_exit import EarlyExitCase
 from dynmo.errors import ConfigError
 from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import cases_of, model_of
-from tests.dynamism.kept import Kept
+from tests.dynamism.kept import Kept, short_run
 from tests.equality import fields_of, run
 from tests.pool import Pool
 
@@ -23,36 +22,18 @@ EXITS = [3, 6]  # layers: embedding, two halves a block, and an exit behind the 
 
 
 def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
-    return {
-        "seed": 7,
-        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
-        "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
-        "parallel": {"pipeline": ranks},
-        "balance": {"balancer": "none"},
-        "dynamism": {
-            "cases": ["early_exit"],
-            "early_exit": {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2}
-            | options,
-        },
-        "trace": {"steps": 0},
-    }
+    wanted = {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2} | options
+    return short_run("early_exit", wanted, ranks, blocks=3)
 
 
 def layers() -> Kept:
     model = model_of(parse(config()))
-    modules = model.build(range(model.layers))
-    return Kept(len(modules), modules=modules)
+    return Kept(modules=model.build(range(model.layers)))
 
 
 def switches(model: Kept, name: str) -> list[int]:
     """The layers whose attribute of this name is true."""
     return [index for index, module in enumerate(model.modules) if getattr(module, name, False)]
-
-
-def off(case: EarlyExitCase, model: Kept) -> AbstractContextManager[None]:
-    dense = case.dense(model)
-    assert dense is not None
-    return dense
 
 
 def test_exits_switch_on_at_the_start_step() -> None:
@@ -78,9 +59,7 @@ def test_record_covers_the_steps_since_the_last_record() -> None:
     first.seen, second.seen = (32, 8), (32, 16)
     assert case.collect(4, model) is None
     assert case.collect(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
-    assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), (
-        "the counts start anew"
-    )
+    assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), "counts anew"
     first.seen = second.seen = (32, 8)
     model.own = range(5)
     assert case.collect(12, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]}), "own layers"
@@ -89,18 +68,21 @@ def test_record_covers_the_steps_since_the_last_record() -> None:
 def test_dense_switches_exits_off_temporarily() -> None:
     model, case = layers(), EarlyExitCase(start=0, record_every=1)
     case.act(0, model)
-    with off(case, model):
+    dense = case.dense(model)
+    assert dense is not None
+    with dense:
         assert switches(model, "exits") == []
     assert switches(model, "exits") == EXITS
-    with pytest.raises(RuntimeError, match="amid"), off(case, model):
+    dense = case.dense(model)
+    assert dense is not None
+    with pytest.raises(RuntimeError, match="amid"), dense:
         raise RuntimeError("amid")
     assert switches(model, "exits") == EXITS
 
 
 def test_resumed_run_reports_no_second_change() -> None:
     before, case = EarlyExitCase(start=2, record_every=10), EarlyExitCase(start=2, record_every=10)
-    model = layers()
-    before.act(3, model)
+    before.act(3, layers())
     case.load(json.loads(json.dumps(before.state())))
     model = layers()
     assert case.act(4, model) is None
@@ -153,18 +135,14 @@ def test_log_has_the_exit_shares(pool: Pool, threshold: float, expected: list[fl
     never = run(pool, config(start=8, threshold=1.0))[0]["digest"]
     assert (fields_of(events, "end", "weights_digest") == [(never,)]) == (threshold == 1.0)
     evaluations = fields_of(events, "eval", "step", "loss", "dense_loss")
-    assert [dense is not None for *_, dense in evaluations] == [
-        step > 2 for step, *_ in evaluations
-    ]
+    assert all((dense is not None) == (step > 2) for step, _, dense in evaluations)
     if threshold == 0.0:
         assert all(loss != dense for _, loss, dense in evaluations)
 
 
 def test_switch_also_applies_to_meta_modules() -> None:
     """Every rank must know which messages vary, also for layers of other ranks."""
-    model = model_of(parse(config()))
-    modules = model.build(())
-    assert all(p.is_meta for module in modules for p in module.parameters())
-    kept = Kept(len(modules), modules=modules)
+    kept = Kept(modules=model_of(parse(config())).build(()))
+    assert all(p.is_meta for module in kept.modules for p in module.parameters())
     EarlyExitCase(start=0, record_every=1).act(0, kept)
     assert switches(kept, "exits") == EXITS

@@ -27,10 +27,7 @@ NAMES = ["embedding", *BLOCKS, "head"]
 def feed(
     case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0
 ) -> list[Change | None]:
-    """Runs steps with these gradient norms.
-
-    Returns what the case did before each step, and after the last.
-    """
+    """Steps with these gradient norms: what the case did before each, and after the last."""
     done: list[Change | None] = []
     for step, row in enumerate(norms, start=first):
         done.append(case.act(step, layers))
@@ -64,19 +61,14 @@ def test_freezing_units_are_layers_or_blocks() -> None:
 
 
 def test_autofreeze_combines_the_halves_of_a_block() -> None:
-    """The norm of a block combines its halves: 3 and 4 give 5.
-
-    The median of the four changes 0, 0.2, 0.2 and 0.4 is 0.2.
-    """
+    """3 and 4 give 5. The median of the four changes 0, 0.2, 0.2 and 0.4 is 0.2."""
     for unit, expected in (("block", {0}), ("half", {0, 1})):
         layers, case = Kept(6, NAMES), AutoFreeze(every=1, start=0, most=5, unit=unit)
         feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, math.sqrt(27), 4.8, 6.4, 6)])
         assert layers.frozen == expected
     layers, case = Kept(6, NAMES), AutoFreeze(every=1, start=0, most=2, unit="block")
     feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, 4, 3, 4, 6), (1, 3, 4, 3, 4, 5)])
-    assert layers.frozen == {0}, (
-        "a block freezes whole or not at all, and this one is over the limit"
-    )
+    assert layers.frozen == {0}, "a block freezes whole, and this one is over the limit"
 
 
 def test_freeze_prefix_never_thaws() -> None:
@@ -88,11 +80,7 @@ def test_freeze_prefix_never_thaws() -> None:
 
 
 def test_autofreeze_freezes_layers_below_the_median_change() -> None:
-    """Intervals have 2 steps.
-
-    The changes |before - now| / before of the four layers are 0.0, 0.1, 0.5 and 0.0. Their median
-    is 0.05.
-    """
+    """The changes |before - now| / before are 0.0, 0.1, 0.5 and 0.0. Their median is 0.05."""
     layers, case = Kept(4), AutoFreeze(every=2, start=0, most=3)
     done = feed(case, layers, [(1, 10, 4, 2), (1, 10, 4, 2), (1, 9, 2, 2), (1, 9, 2, 2)])
     assert [d is None for d in done] == [True] * 4 + [False]
@@ -107,13 +95,9 @@ def test_autofreeze_freezes_layers_below_the_median_change() -> None:
 def test_autofreeze_keeps_the_last_layer_and_its_limit() -> None:
     for most in (1, 2, 3):
         layers, case = Kept(4), AutoFreeze(every=1, start=0, most=most)
-        # Each layer changes less than those above it, so that as much as allowed freezes in the
-        # end.
-        feed(
-            case,
-            layers,
-            [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)],
-        )
+        # Each layer changes less than those above it, so that as much as allowed freezes.
+        norms = [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)]
+        feed(case, layers, norms)
         assert layers.frozen == set(range(most))
 
 
@@ -123,15 +107,11 @@ def test_autofreeze_starts_at_its_start_step() -> None:
     assert [d is None for d in done] == [True] * 5 + [False, True]
 
 
-def test_autofreeze_without_gradients_freezes_no_layer() -> None:
-    """A layer without any gradient has not settled. No division by zero occurs."""
+def test_autofreeze_ignores_layers_without_parameters() -> None:
+    """Activation layers have no gradients. Other layers without any have not settled."""
     layers, case = Kept(3), AutoFreeze(every=1, start=0, most=2)
     feed(case, layers, [(0, 0, 0)] * 4)
     assert not layers.frozen
-
-
-def test_autofreeze_ignores_layers_without_parameters() -> None:
-    """Activation layers in the middle or at the end have no gradients."""
     modules = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     layers, case = Kept(5, modules=modules), AutoFreeze(every=1, start=0, most=4)
     case.check(modules)
@@ -162,20 +142,12 @@ def test_autofreeze_ignores_steps_skipped_by_overflow() -> None:
 def test_state_of_another_policy_is_ignored(unit: str) -> None:
     case = AutoFreeze(1, 0, 2, unit)
     fresh = case.state()
-    egeria: dict[str, Any] = {
-        "unit": unit,
-        "readings": [],
-        "first_slopes": [],
-        "stale": [],
-        "referenced": [],
-        "rate": 0.1,
-        "frozen_at": 0.0,
+    lists: dict[str, Any] = {
+        name: [] for name in ("readings", "first_slopes", "stale", "referenced")
     }
-    for other in (
-        {},
-        egeria,
-        AutoFreeze(1, 0, 2, "half" if unit == "block" else "block").state() | {"sums": [1.0]},
-    ):
+    egeria = lists | {"unit": unit, "rate": 0.1, "frozen_at": 0.0}
+    another = AutoFreeze(1, 0, 2, "half" if unit == "block" else "block")
+    for other in ({}, egeria, another.state() | {"sums": [1.0]}):
         case.load(other)
         assert case.state() == fresh
     options = Freezing(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1)
@@ -183,11 +155,8 @@ def test_state_of_another_policy_is_ignored(unit: str) -> None:
     policy.load(fresh)
     # But layers that are frozen thaw by the rate at which they froze, whatever the units are now.
     policy.load(egeria | {"unit": "another", "frozen_at": 0.2, "stale": [[0, 1]]})
-    assert (policy.state()["rate"], policy.state()["frozen_at"], policy.state()["stale"]) == (
-        0.1,
-        0.2,
-        [],
-    )
+    state = policy.state()
+    assert (state["rate"], state["frozen_at"], state["stale"]) == (0.1, 0.2, [])
 
 
 def test_autofreeze_continues_from_its_state() -> None:
@@ -206,9 +175,8 @@ def test_autofreeze_continues_from_its_state() -> None:
 
 def cases(layers: int, options: dict[str, Any]) -> list[Dynamism]:
     kind = {"kind": "python:a:b"}  # how many layers it has, only the model knows
-    return cases_of(
-        parse({"model": kind, "dynamism": {"cases": ["freezing"], "freezing": options}}), layers
-    )
+    dynamism = {"cases": ["freezing"], "freezing": options}
+    return cases_of(parse({"model": kind, "dynamism": dynamism}), layers)
 
 
 def test_freezing_case_follows_the_config() -> None:
@@ -217,7 +185,7 @@ def test_freezing_case_follows_the_config() -> None:
     (auto,) = cases(4, {"policy": "autofreeze", "every": 2})
     assert isinstance(auto, AutoFreeze)
     assert cases_of(parse({}), 4) == []
-    with pytest.raises(ConfigError, match="freezes 4 of the model's 4 layers"):
-        cases(4, {"schedule": [[1, 4]]})
-    with pytest.raises(ConfigError, match="freezes 5 of the model's 4 layers"):
-        cases(4, {"policy": "autofreeze", "max_layers": 5})
+    autofreeze = {"policy": "autofreeze", "max_layers": 5}
+    for many, options in ((4, {"schedule": [[1, 4]]}), (5, autofreeze)):
+        with pytest.raises(ConfigError, match=f"freezes {many} of the model's 4 layers"):
+            cases(4, options)

@@ -1,7 +1,4 @@
-"""A dynamic case of the user.
-
-The case of docs/reference/own-case.md runs on any ranks. An invalid case gives an error.
-"""
+"""A dynamic case of the user, that of docs/reference/own-case.md."""
 
 from __future__ import annotations
 
@@ -20,7 +17,9 @@ from tests.dynamism.own_case import LayerDrop
 from tests.equality import RANDOM_MOVES, fields_of, run
 from tests.pool import Pool
 
+HERE = "tests.dynamism.test_own_case:"
 OWN = "python:tests.dynamism.own_case:LayerDrop"
+CHANGES = {"layer_drop": (0, 5, 10), "freezing": (3, 7)}
 
 
 def config(ranks: int, **changes: Any) -> dict[str, Any]:
@@ -39,37 +38,17 @@ def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool) -> None:
     alone, spread, without = (
         run(pool, wanted, "events")[0] for wanted in (config(1), config(2), config(1, dynamism={}))
     )
-    for kind, *keys in (
-        ("step", "loss"),
-        ("eval", "loss"),
-        ("change", "step", "case", "layers"),
-        ("end", "weights_digest"),
-    ):
+    changes = ("change", "step", "case", "layers")
+    for kind, *keys in (("step", "loss"), ("eval", "loss"), changes, ("end", "weights_digest")):
         assert fields_of(spread, kind, *keys) == fields_of(alone, kind, *keys)
     assert fields_of(alone, "end", "loss") != fields_of(without, "end", "loss")
-    assert fields_of(alone, "change", "step", "case") == [
-        (0, "layer_drop"),
-        (3, "freezing"),
-        (5, "layer_drop"),
-        (7, "freezing"),
-        (10, "layer_drop"),
-    ]
+    drops, freezes = ([(step, case) for step in at] for case, at in CHANGES.items())
+    assert fields_of(alone, "change", "step", "case") == sorted(drops + freezes)
 
 
 def test_own_cases_come_last() -> None:
     cases = cases_of(parse(config(1)), 8)
     assert [type(case) for case in cases] == [ScheduledFreezing, LayerDrop], "one's own come last"
-
-    class Idle(Dynamism):
-        name = "idle"
-
-        def act(self, step: int, layers: Any) -> None:
-            return None
-
-    idle = Idle()
-    idle.observe(Signals(0, 1.0, ()))
-    idle.load(idle.state())
-    assert (idle.forecast(0), idle.state()) == ((), {})
 
 
 class Freezing(Dynamism):
@@ -79,8 +58,15 @@ class Freezing(Dynamism):
         return None
 
 
+def test_methods_of_a_case_have_defaults() -> None:
+    idle = Freezing()
+    idle.observe(Signals(0, 1.0, ()))
+    idle.load(idle.state())
+    assert (idle.forecast(0), idle.state()) == ((), {})
+
+
 def test_duplicate_case_name_is_refused() -> None:
-    named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
+    named = ["freezing", f"python:{HERE}Freezing"]
     given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
     with pytest.raises(ConfigError, match="two are called 'freezing'"):
         cases_of(parse(given), 8)
@@ -100,11 +86,8 @@ def broken() -> None:
     [
         ("no_such_module:X", "cannot import no_such_module"),
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
-        ("tests.dynamism.test_own_case:Nameless", "has no check"),
-        (
-            "tests.dynamism.test_own_case:broken",
-            "raised RuntimeError: no such thing (test_own_case.py:",
-        ),
+        (HERE + "Nameless", "has no check"),
+        (HERE + "broken", "raised RuntimeError: no such thing (test_own_case.py:"),
         ("dynmo:Dynamism", "has no act"),
     ],
 )

@@ -1,12 +1,9 @@
-"""Gradual pruning: its steps and the kept weights.
-
-The tests also check the remaining weights and their moments.
-"""
+"""Gradual pruning: its steps, the kept weights, and their moments."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,43 +55,34 @@ def test_the_last_step_always_prunes() -> None:
 
 
 class Several:
-    """The collective of one of several ranks whose questions are known.
+    """The collective of a rank. Each call's contribution of the other rank is added."""
 
-    Each call's other contributions are added.
-    """
-
-    def __init__(self, others: list[list[Tensor]]) -> None:
+    def __init__(self, others: Sequence[Tensor] = ()) -> None:
         self.others, self.asked = others, list[Tensor]()
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
+        at = len(self.asked)
         self.asked.append(tensor.clone())
-        for other in self.others:
-            tensor += other[len(self.asked) - 1]
-        return tensor
+        return tensor.add_(self.others[at]) if at < len(self.others) else tensor
 
-    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        return self.sum(tensor, what)
+    sum_all = sum
 
 
 def over_ranks(
     parts: dict[int, list[Tensor]], split: int, keep: int, layers: int
 ) -> dict[int, list[Tensor]]:
-    """The results of `cut` and `Cut.keep` on two ranks that ask in lockstep.
-
-    Layers below `split` are on one rank and the rest on another.
-    """
+    """The results of `cut` and `Cut.keep` on two ranks, of which one has layers below `split`."""
     sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
     answers: list[list[Tensor]] = [[], []]
-    # Each question needs the other side's answer to the same one: one more is known after each
-    # pass.
+    # Each question needs the other side's answer to the same one: a pass tells one more.
     for _ in range(5):
         for which in (0, 1):
-            asker = Several([answers[1 - which] + [torch.zeros(1, dtype=torch.int64)] * 9])
+            asker = Several(answers[1 - which])
             cut(sides[which], keep, layers, asker)
             answers[which] = asker.asked
     out: dict[int, list[Tensor]] = {}
     for which in (0, 1):
-        masks = cut(sides[which], keep, layers, Several([answers[1 - which]]))
+        masks = cut(sides[which], keep, layers, Several(answers[1 - which]))
         out |= {i: masks.keep(i, tensors) for i, tensors in sides[which].items()}
     return out
 
@@ -107,9 +95,7 @@ def by_sorting(parts: dict[int, list[Tensor]], keep: int) -> dict[int, list[Tens
         for which, tensor in enumerate(tensors)
         for at, x in enumerate(tensor.tolist())
     ]
-    out = {
-        i: [torch.zeros(len(t), dtype=torch.bool) for t in tensors] for i, tensors in parts.items()
-    }
+    out = {i: [torch.zeros_like(t, dtype=torch.bool) for t in each] for i, each in parts.items()}
     for _, layer, which, at in sorted(everyone)[: max(0, keep)]:
         out[layer][which][at] = True
     return out
@@ -127,21 +113,18 @@ def test_largest_weights_are_kept_exactly(
     parts: list[list[list[float]]], keep: int, split: int
 ) -> None:
     """Layer and position decide ties, in the same way on one and on two ranks."""
-    tensors = {
-        i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)
-    }
+    tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in x] for i, x in enumerate(parts)}
     expected = by_sorting(tensors, keep)
     masks = cut(tensors, keep, len(parts), Alone())
-    for layer, own in tensors.items():
-        for ours, theirs in zip(masks.keep(layer, own), expected[layer], strict=True):
-            assert torch.equal(ours, theirs)
-    for layer, keeps in over_ranks(tensors, split, keep, len(parts)).items():
-        assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
+    alone = {layer: masks.keep(layer, own) for layer, own in tensors.items()}
+    for found in (alone, over_ranks(tensors, split, keep, len(parts))):
+        for layer, keeps in found.items():
+            assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
 
 
 def test_search_sends_a_bounded_number_of_bytes() -> None:
-    """The number of bytes sent does not grow with the number of weights."""
-    asker = Several([])
+    """It does not grow with the number of weights."""
+    asker = Several()
     cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker)
     assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
 
@@ -150,10 +133,8 @@ def test_search_sends_a_bounded_number_of_bytes() -> None:
 
 
 def case(steps: int = 10, **options: Any) -> PruningCase:
-    config = parse(
-        {"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}}
-    )
-    (case_,) = cases_of(config, 6)
+    dynamism = {"cases": ["pruning"], "pruning": options}
+    (case_,) = cases_of(parse({"train": {"steps": steps}, "dynamism": dynamism}), 6)
     assert isinstance(case_, PruningCase)
     return case_
 
@@ -210,28 +191,21 @@ def test_pruned_weights_never_return(criterion: str) -> None:
             if "exp_avg" in key:
                 parameter = pipeline.store.modules[index].get_parameter(key.rpartition("/")[0])
                 assert moment.shape == parameter.shape
-    costs = pipeline.costs()
-    whole = alone.gpt().costs()
-    for layer in range(1, 5):
-        assert costs[layer].parameters < 0.25 * whole[layer].parameters
-        assert costs[layer].optimizer_bytes < 0.25 * whole[layer].optimizer_bytes
+    for cost, whole in list(zip(pipeline.costs(), alone.gpt().costs(), strict=True))[1:5]:
+        assert cost.parameters < 0.25 * whole.parameters
+        assert cost.optimizer_bytes < 0.25 * whole.optimizer_bytes
 
 
 @pytest.mark.parametrize("dense_below", [0.0, 1.0])
 def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
-    """The reference is torch's AdamW on the plain modules.
-
-    It masks weights, gradients and moments by hand.
-    """
+    """The reference masks weights, gradients and moments of plain modules by hand."""
     pipeline, plain = alone.gpt(), alone.gpt()
     pruning = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
     masks: dict[tuple[int, str], Tensor] = {}
     for step in range(6):
         train(pipeline, pruning, 1, first=step)
-        masks = (
-            {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
-        )
         # The masks of this step, read off after it: what stayed is not 0.
+        masks = {k: ~x for k, x in zeros(pipeline).items() if step >= 1 and 0 < k[0] < 5}
         for index in range(6):
             moments = CaseContext(plain).moments(index)
             for name, linear in linears(plain.store.modules[index]):
@@ -250,25 +224,18 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
     for index in range(6):
         theirs = dict(linears(plain.store.modules[index]))
         for name, linear in linears(pipeline.store.modules[index]):
-            torch.testing.assert_close(
-                dense_weight(linear), theirs[name].weight.detach(), rtol=1e-3, atol=2e-5
-            )
+            wanted = theirs[name].weight.detach()
+            torch.testing.assert_close(dense_weight(linear), wanted, rtol=1e-3, atol=2e-5)
 
 
 def test_frozen_layers_are_not_pruned() -> None:
     pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1)
     Actions(pipeline).freeze([0, 1, 2])
-    changes = train(pipeline, pruning, 3)
-    assert [c.layers for c in changes if c is not None] == [(3, 4), (3, 4)]
+    changes = [each for each in train(pipeline, pruning, 3) if each is not None]
+    assert [each.layers for each in changes] == [(3, 4), (3, 4)]
     assert not forms(pipeline, (1, 2)) & {SparseLinear, MaskedLinear}
-
-
-def test_change_event_names_the_sparsity() -> None:
-    change = train(alone.gpt(), case(start=0, end=1, every=1), 2)[1]
-    assert change is not None
-    assert change.layers == (1, 2, 3, 4)
-    assert change.what.startswith("pruned to sparsity 0.9000 (global magnitude; layers 0.")
-    assert change.what.endswith("linears run sparse")
+    assert changes[1].what.startswith("pruned to sparsity 0.8999 (global magnitude; layers 0.")
+    assert changes[1].what.endswith("linears run sparse")
 
 
 def test_measured_threshold_is_saved() -> None:
@@ -292,12 +259,10 @@ def test_a_configured_threshold_is_not_measured() -> None:
     pruning = case(start=0, end=1, every=1, dense_below=given)
     change = train(pipeline, pruning, 2)[1]
     assert change is not None
+    assert change.layers == (1, 2, 3, 4)
     assert change.options == {}, "nothing to record"
-    sparse = {
-        f"{x.out_features}x{x.in_features}": isinstance(x, SparseLinear)
-        for i in range(1, 5)
-        for _, x in linears(pipeline.store.modules[i])
-    }
+    pruned = [x for i in range(1, 5) for _, x in linears(pipeline.store.modules[i])]
+    sparse = {f"{x.out_features}x{x.in_features}": isinstance(x, SparseLinear) for x in pruned}
     assert sparse == {size: threshold == 0.0 for size, threshold in given.items()}
     pruning.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
     assert pruning.state()["measured"] == {"7x7": 0.5} | given
@@ -306,9 +271,8 @@ def test_a_configured_threshold_is_not_measured() -> None:
 def test_forecast_follows_the_pruning_schedule() -> None:
     pruning = case(start=0, end=4, every=2, dense_below=0.75)
     assert [f.step for f in pruning.forecast(0)] == [2, 4]
-    assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1]), (
-        "at 79 and 90 %, of what it takes now"
-    )
+    # At 79 and 90 %, of what it takes now.
+    assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1])
     train(alone.gpt(), pruning, 3)
     (left,) = pruning.forecast(2)
     assert (left.step, left.layers) == (4, (1, 2, 3, 4))
@@ -316,11 +280,10 @@ def test_forecast_follows_the_pruning_schedule() -> None:
 
 
 def test_model_without_prunable_weights_is_refused() -> None:
-    layers: Layers = Kept(3, modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match=r"dynamism\.pruning: no layer"):
-        case().act(0, layers)
-    with pytest.raises(ConfigError, match=r"dynamism\.pruning: no layer"):
-        case().check(layers.modules)
+    layers: Layers = Kept(modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
+    for act in (lambda: case().act(0, layers), lambda: case().check(layers.modules)):
+        with pytest.raises(ConfigError, match=r"dynamism\.pruning: no layer"):
+            act()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -340,22 +303,17 @@ def test_pruning_gathers_masters_only_in_low_precision(
         return whole(layer)
 
     monkeypatch.setattr(context, "moments", moments)
-    kept = masters(2, context)
-    if dtype == torch.float32:
-        assert not kept
-        assert not asked
-    else:
-        assert asked == [2]
-        assert {key.rpartition("/")[2] for key in kept} == {"master"}
+    kept = {key.rpartition("/")[2] for key in masters(2, context)}
+    assert (asked, kept) == (([], set()) if dtype == torch.float32 else ([2], {"master"}))
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     pipeline, other = alone.gpt(), alone.gpt(hidden=32)
     train(pipeline, case(start=0, end=1, every=1), 2)
     tensors = contents(pipeline.store.modules[1], CaseContext(pipeline).moments(1))
+    layer = r"layer 1 \(blocks\.0\.attention\)"
     with pytest.raises(
-        CheckpointError,
-        match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32",
+        CheckpointError, match=rf"{layer}: qkv\.weight is sparse, but not of 96 x 32"
     ):
         restore_layer(other, 1, tensors)
 
@@ -365,15 +323,9 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
-        saved = checkpoint.save(
-            pipeline.store.world,
-            tmp_path / str(dense_below),
-            3,
-            pipeline.model.names,
-            saved_layers(pipeline),
-            {},
-            1,
-        )
+        world, layers = pipeline.store.world, saved_layers(pipeline)
+        folder = tmp_path / str(dense_below)
+        saved = checkpoint.save(world, folder, 3, pipeline.model.names, layers, {}, 1)
         for index in range(6):
             tensors = checkpoint.load_layer(saved.path, index, torch.device("cpu"))
             restore_layer(other, index, tensors)

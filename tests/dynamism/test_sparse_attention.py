@@ -1,7 +1,4 @@
-"""Kinds and steps of sparse attention.
-
-Any placement gives the same bits. The costs of F and B fall, and that of W stays.
-"""
+"""Kinds and steps of sparse attention. Any placement gives the same bits."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import torch
 from torch import nn
 
 from dynmo.config import parse
+from dynmo.cost.layer_cost import Forecast
 from dynmo.dynamism.case import Change
 from dynmo.dynamism.sparse_attention import SparseAttentionCase, expected_ratio
 from dynmo.errors import ConfigError
@@ -31,33 +29,18 @@ from tests.equality import RANDOM_MOVES, resumed, run, same
 from tests.equality import config as small_run
 from tests.pool import Pool
 
-
-def half() -> SharedAttentionHalf:
-    return SharedAttentionHalf(
-        AttentionOptions(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
-    )
+HALF = AttentionOptions(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
 
 
 def layers(blocks: int = 3) -> Kept:
-    """An embedding, then (attention, feed forward) ..., and a head.
-
-    The embedding has an attribute `sparse` of its own.
-    """
-    modules = [
-        nn.Embedding(4, 16),
-        *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))),
-        nn.Linear(16, 4),
-    ]
-    return Kept(len(modules), modules=modules)
+    """An embedding with an attribute `sparse` of its own, blocks of two halves, and a head."""
+    halves = [m for _ in range(blocks) for m in (SharedAttentionHalf(HALF), nn.Linear(16, 16))]
+    return Kept(modules=[nn.Embedding(4, 16), *halves, nn.Linear(16, 4)])
 
 
 def seeds(model: Kept) -> list[int | None]:
-    attentions = [
-        module.sparse_attention
-        for module in model.modules
-        if isinstance(module, SharedAttentionHalf)
-    ]
-    return [None if x is None else x.seed for x in attentions if x is None or isinstance(x, Hashed)]
+    halves = [module for module in model.modules if isinstance(module, SharedAttentionHalf)]
+    return [x.seed if isinstance(x := each.sparse_attention, Hashed) else None for each in halves]
 
 
 def hashed(seed: int) -> Hashed:
@@ -94,28 +77,20 @@ def test_resumed_run_reports_no_second_change() -> None:
 
 def test_forecast_has_the_expected_time_ratio() -> None:
     f, b = expected_ratio(hidden=16, sequence=48, share=0.25)
-    assert (f, b) == (
-        (6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16),
-        pytest.approx(0.4643, abs=1e-4),
-    )
+    assert f == (6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16)
+    assert b == pytest.approx(0.4643, abs=1e-4)
     model, case = layers(), SparseAttentionCase([(2, (0,)), (5, (1, 2))], hashed, 0, ratio=(f, b))
     case.act(0, model)
-    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(0)] == [
-        (2, (1,), f, b, 1.0),
-        (5, (3, 5), f, b, 1.0),
-        (5, (1,), 1.0, 1.0, 1.0),
-    ], "of what a layer takes now: dense again is as now"
+    later = Forecast(5, (3, 5), f, b, 1.0)
+    again = Forecast(5, (1,), 1.0, 1.0, 1.0)  # of what a layer takes now: dense is as now
+    assert list(case.forecast(0)) == [Forecast(2, (1,), f, b, 1.0), later, again]
     case.act(2, model)
-    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(2)] == [
-        (5, (3, 5), f, b, 1.0),
-        (5, (1,), 1 / f, 1 / b, 1.0),
-    ]
+    assert list(case.forecast(2)) == [later, Forecast(5, (1,), 1 / f, 1 / b, 1.0)]
 
 
 def test_a_model_without_attention_halves_is_refused() -> None:
-    model = Kept(2, modules=[nn.Embedding(4, 4), nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match="`sparse_attention`"):
-        SparseAttentionCase([(5, None)], hashed, 0).check(model.modules)
+        SparseAttentionCase([(5, None)], hashed, 0).check([nn.Embedding(4, 4), nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match="names block 3"):
         SparseAttentionCase([(0, (1,)), (9, (3,))], hashed, 0).check(layers().modules)
 
@@ -141,10 +116,7 @@ def config(**options: Any) -> Any:
     [
         ({"buckets": 15}, "buckets = 15: must be a multiple of 2"),
         ({"buckets": 0}, "buckets = 0"),
-        (
-            {"buckets": 258},
-            "buckets = 258 is more than model.sequence = 256 tokens; use 256 or fewer",
-        ),
+        ({"buckets": 258}, "258 is more than model.sequence = 256 tokens; use 256 or fewer"),
         ({"drop": 1.0}, "drop = 1.0"),
         ({"drop": -0.1}, "drop = -0.1"),
         ({"kind": "hashes"}, "'hash' or 'drop'"),
@@ -184,10 +156,8 @@ def test_sparse_attention_case_follows_the_config() -> None:
     given = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
     assert parse(tomllib.loads(given.to_toml())) == given
     (case,) = cases_of(given, 18)
-    model = layers(8)
-    assert case.act(2, model) == Change(
-        (1, 7), "2 of 8 attention halves are sparse (schedule, step 2)"
-    )
+    model, what = layers(8), "2 of 8 attention halves are sparse (schedule, step 2)"
+    assert case.act(2, model) == Change((1, 7), what)
     first = model.modules[1]
     assert isinstance(first, SharedAttentionHalf)
     assert isinstance(first.sparse_attention, Hashed)
@@ -200,7 +170,7 @@ def test_sparse_attention_case_follows_the_config() -> None:
 def test_attention_half_switches_between_dense_and_sparse() -> None:
     """Weights and shapes do not change. One bucket is dense attention."""
     torch.manual_seed(0)
-    module, x = half(), torch.randn(2, 8, 16)
+    module, x = SharedAttentionHalf(HALF), torch.randn(2, 8, 16)
     dense = module(x)
     module.sparse_attention = Dropped(0.0, 4, 0)
     torch.testing.assert_close(module(x), dense)
@@ -274,8 +244,7 @@ def test_resumed_run_has_the_same_numbers(pool: Pool, tmp_path: Path, kind: str)
     ended = resumed(pool, tmp_path, *parts, stop_after=2)[0]
     assert ended["weights_digest"] == reference(pool, kind)["digest"]
     events = list(read(tmp_path / "events.jsonl"))
-    assert {e.step: e.loss for e in events if isinstance(e, StepEvent)} == dict(
-        enumerate(reference(pool, kind)["losses"])
-    )
+    losses = {e.step: e.loss for e in events if isinstance(e, StepEvent)}
+    assert losses == dict(enumerate(reference(pool, kind)["losses"]))
     told = [e.step for e in events if isinstance(e, ChangeEvent) and e.case == "sparse_attention"]
     assert told == {"hash": [2, 4], "drop": [1]}[kind], "each change is told once"
