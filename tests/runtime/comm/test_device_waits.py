@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm import headers
@@ -27,6 +29,7 @@ from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_
 from tests.runtime.fake_time import FakeTime, device_time
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
+SPEC = ((torch.float32, (2,)),)
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +38,30 @@ def time() -> Iterator[FakeTime]:
         yield fake
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Tensors are on the host, whatever device is asked for."""
+    for name in ("empty", "ones", "zeros"):
+        monkeypatch.setattr(torch, name, partial(_on_host, getattr(torch, name)))
     return install(monkeypatch)
+
+
+def _on_host(make: Any, *shape: Any, **options: Any) -> Tensor:
+    options.pop("device", None)
+    return make(*shape, **options)
 
 
 def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
     return Outbox(world, DOWN, varying, depth)
 
 
+def sent_data(world: FakeCudaWorld) -> list[FakeWork]:
+    return [work for work in world.works if not work.host]
+
+
 # -- sending ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("varying", [False, True])
 def test_delivered_message_frees_its_place(varying: bool) -> None:
     """An incomplete header must not hold the place of its message."""
@@ -62,7 +76,6 @@ def test_delivered_message_frees_its_place(varying: bool) -> None:
     assert all(work.completed for work in leads)
 
 
-@pytest.mark.usefixtures("device")
 def test_full_channel_on_an_idle_device_times_out() -> None:
     world = fake_world()
     box = outbox(world, 2)
@@ -76,7 +89,7 @@ def test_timeout_starts_when_the_device_is_idle(device: FakeDevice, time: FakeTi
     world = fake_world(timeout=0.1)
     box = outbox(world, 1)
     box.put(0, (torch.zeros(2),))
-    (sent,) = [work for work in world.works if not work.host]
+    (sent,) = sent_data(world)
     device.given += 1
 
     def later() -> None:
@@ -88,12 +101,8 @@ def test_timeout_starts_when_the_device_is_idle(device: FakeDevice, time: FakeTi
     assert 0.4 <= time.now < 0.5
 
 
-def test_ragged_step_has_the_whole_depth(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_step_has_the_whole_depth(device: FakeDevice) -> None:
     """The peer posts no receive, so the outbox holds as many messages as the channel."""
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape))
     world = fake_world()
     box = outbox(world, 3)
     for ragged, places in ((True, 3), (False, 2), (True, 3)):
@@ -111,6 +120,18 @@ def test_ragged_step_has_the_whole_depth(
 # -- receiving -------------------------------------------------------------------------------------
 
 
+def inbox_of(world: FakeCudaWorld, depth: int) -> Inbox:
+    poster, watcher = (Worker(name, threaded=False) for name in ("poster", "watcher"))
+    inbox = Inbox(world, DOWN, False, depth, poster, watcher)
+    inbox._spec = SPEC
+    return inbox
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, *trains: bool, ragged: bool = False) -> None:
+    announced = Announcement(SPEC, trains, ragged)
+    monkeypatch.setattr(receiving, "decode", lambda header, device, what: announced)
+
+
 def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
     return Transport(
         world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2))
@@ -121,9 +142,7 @@ def test_missing_message_is_reported_at_the_end_of_the_step(
     device: FakeDevice, time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is reported only when the stream is blocked at the wait."""
-    announced = Announcement(((torch.float32, (2,)),), (False,))
-    monkeypatch.setattr(receiving, "decode", lambda header, device, what: announced)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    announce(monkeypatch, False)
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
     world = fake_world(rank=1)
     channels = ends(world, 2, 2)
@@ -139,53 +158,31 @@ def test_missing_message_is_reported_at_the_end_of_the_step(
     channels.flush()
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("depth", [1, 2, 20])
-def test_at_most_one_receive_is_posted_on_the_device(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+def test_at_most_one_receive_is_posted_on_the_device(depth: int) -> None:
     world = fake_world(rank=1)
-    inbox = Inbox(
-        world,
-        DOWN,
-        False,
-        depth,
-        Worker("poster", threaded=False),
-        Worker("watcher", threaded=False),
-    )
-    inbox._spec = ((torch.float32, (2,)),)
-    inbox.open(10)
-    posted = sum(not work.host for work in world.works)
+    inbox_of(world, depth).open(10)
+    posted = len(sent_data(world))
     assert posted == min(1, depth - 1)
-    assert outbox(world, depth)._depth == depth - posted, (
-        "sender and receiver must agree on what may be on its way"
-    )
+    # Sender and receiver must agree on what may be on its way.
+    assert outbox(world, depth)._depth == depth - posted
 
 
-@pytest.mark.usefixtures("device")
 def test_ragged_step_posts_no_receive_ahead_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is posted for the step before is filled first."""
-    spec = ((torch.float32, (2,)),)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.zeros(*shape))
-    monkeypatch.setattr(
-        receiving, "decode", lambda header, device, what: Announcement(spec, (True,), ragged=True)
-    )
+    announce(monkeypatch, True, ragged=True)
     world = fake_world(rank=1)
-    poster, watcher = (Worker(name, threaded=False) for name in ("poster", "watcher"))
-    inbox = Inbox(world, DOWN, False, 20, poster, watcher)
-    inbox._spec = spec
+    inbox = inbox_of(world, 20)
     for filler in (1, 0):
         world.works.clear()
         inbox.open(3)
         for j in range(3):
-            assert sum(not work.host for work in world.works) == filler + j
+            assert len(sent_data(world)) == filler + j
             (tensor,) = inbox.take(j)
             assert tensor.requires_grad
         assert inbox.ragged
 
 
-@pytest.mark.usefixtures("device")
 def test_arrival_query_polls_the_receive() -> None:
     world = fake_world(rank=1)
     works: list[Any] = [FakeWork("receive 0", host=False)]
@@ -204,8 +201,6 @@ class FakeGroups:
         self.created: list[tuple[int, ...]] = []
         patch.setattr(dist, "new_group", self._make)
         patch.setattr(dist, "get_world_size", lambda: 0)
-        real = torch.ones
-        patch.setattr(torch, "ones", lambda *shape, **options: real(*shape))
 
     def _make(self, ranks: Sequence[int], *_: Any, **options: Any) -> FakeGroups:
         self.created.append(tuple(ranks))
@@ -218,45 +213,41 @@ class FakeGroups:
         assert timeout.days > 1
 
 
-def opened(
-    world: FakeCudaWorld,
-    device: FakeDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    keys: list[tuple[int, ...]],
-) -> list[str]:
+@pytest.fixture
+def groups(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeGroups:
+    monkeypatch.setattr(FakeCudaWorld, "settle", lambda self: device.catch_up())
+    return FakeGroups(monkeypatch)
+
+
+def opened(world: FakeCudaWorld, keys: list[tuple[int, ...]]) -> list[str]:
     """The messages that pass over the channels as they open."""
-    monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     before = len(world.works)
     world.open_channels(keys)
     return [work.what for work in world.works[before:]]
 
 
-def test_both_ends_open_channels_in_the_same_order(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = FakeGroups(monkeypatch)
+def test_both_ends_open_channels_in_the_same_order(groups: FakeGroups) -> None:
     keys = [(0, 0, 1), (1, 1, 0), (2, 1, 2)]
-    assert opened(fake_world(0, 3), device, monkeypatch, keys) == ["send 1", "receive 1"]
-    assert opened(fake_world(1, 3), device, monkeypatch, keys) == ["receive 0", "send 0", "send 2"]
-    assert opened(fake_world(2, 3), device, monkeypatch, keys) == ["receive 1"]
+    assert opened(fake_world(0, 3), keys) == ["send 1", "receive 1"]
+    assert opened(fake_world(1, 3), keys) == ["receive 0", "send 0", "send 2"]
+    assert opened(fake_world(2, 3), keys) == ["receive 1"]
     assert groups.created == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
 
 
 def test_repeated_mesh_shape_reuses_its_channels(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    groups: FakeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks are one pipeline, then two replicas, then one pipeline again."""
-    groups = FakeGroups(monkeypatch)
     world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
     monkeypatch.setattr("dynmo.runtime.comm.world.World", lambda *given: FakeCudaWorld(*given))
-    assert opened(world, device, monkeypatch, keys) == ["send 1"]
+    assert opened(world, keys) == ["send 1"]
     view: Any = arrange(world, 2)
     before = len(groups.created)
-    assert opened(view, device, monkeypatch, keys[:1]) == ["send 1"]
+    assert opened(view, keys[:1]) == ["send 1"]
     assert groups.created[before:] == [(0, 2), (1, 3)]
-    assert opened(world, device, monkeypatch, keys) == []
+    assert opened(world, keys) == []
     regrouped: Any = arrange(world, 2)
-    assert opened(regrouped, device, monkeypatch, keys[:1]) == []
+    assert opened(regrouped, keys[:1]) == []
     assert len(groups.created) == before + 2
 
 
@@ -270,8 +261,6 @@ def test_links_are_measured_in_turns(
     world = fake_world(rank)
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
-    real = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: real(*shape))
     assert profiler._ping(world, 1 - rank, 8, 2) >= 0
     assert [work.what for work in world.works] == order * 3
 
@@ -289,9 +278,8 @@ def test_a_failed_run_does_not_wait_for_messages(
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
-    monkeypatch.setattr(
-        dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted")
-    )
+    torch_dist = dist.distributed_c10d
+    monkeypatch.setattr(torch_dist, "_abort_process_group", lambda: done.append("aborted"))
     world = fake_world() if cuda else World(0, 2, torch.device("cpu"), 1.0, 0, dist.HashStore())
     with pytest.raises(RunError) if failed else nullcontext(), world:
         if failed:
@@ -317,9 +305,6 @@ def test_unsupported_dtypes_travel_as_bytes() -> None:
         tensor = torch.zeros(3, 2, dtype=dtype)
         assert headers.on_wire(tensor) is tensor, "gloo takes them all"
         flat = headers.as_bytes(tensor)
-        assert (flat.dtype, flat.numel(), flat.data_ptr()) == (
-            torch.uint8,
-            tensor.nbytes,
-            tensor.data_ptr(),
-        )
+        assert (flat.dtype, flat.numel()) == (torch.uint8, tensor.nbytes)
+        assert flat.data_ptr() == tensor.data_ptr()
         assert headers.as_bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dynmo.config.sections import TrainSection
 from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import (
     _BLOCKS_AT_ONCE,
     NORM_BLOCK,
@@ -27,44 +33,44 @@ from dynmo.runtime.optim.optimizer import (
     fold_blocks,
     squared_norm,
 )
+from tests.runtime.modules import assert_same, draw
 
 SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
 
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        nn.Embedding(9, 5),
-        nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7)),
-        nn.Tanh(),
-        nn.Linear(7, 9, bias=False),
-    ]
+    second = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7))
+    return [nn.Embedding(9, 5), second, nn.Tanh(), nn.Linear(7, 9, bias=False)]
 
 
 def whole(modules: list[nn.Module], fused: bool) -> torch.optim.AdamW:
     """torch's optimizer over all layers at once."""
-    parameters = [p for m in modules for p in m.parameters()]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.2},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters(modules) if p.dim() >= 2], "weight_decay": 0.2},
+        {"params": [p for p in parameters(modules) if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6, fused=fused)
 
 
-def give(modules: list[nn.Module], step: int) -> None:
+def parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for m in modules for p in m.parameters()]
+
+
+def give(modules: Sequence[nn.Module], step: int) -> None:
+    """The same gradients for modules of the same shapes."""
     random = torch.Generator().manual_seed(step)
-    for m in modules:
-        for p in m.parameters():
-            gradient = torch.randn(p.shape, generator=random)
-            p.grad = gradient if p.requires_grad else None
+    for p in parameters(modules):
+        gradient = torch.randn(p.shape, generator=random)
+        p.grad = gradient if p.requires_grad else None
 
 
-def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
-    pairs = zip(
-        (p for m in ours for p in m.parameters()),
-        (p for m in theirs for p in m.parameters()),
-        strict=True,
-    )
+def assert_close(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], **options: Any) -> None:
+    torch.testing.assert_close(parameters(ours), parameters(theirs), **options)
+
+
+def same_bits(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
+    pairs = zip(parameters(ours), parameters(theirs), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -84,24 +90,17 @@ def test_layer_optimizer_equals_torch_over_the_whole_model() -> None:
                 group["lr"] = lr
             adamw.step()
     assert same_bits(ours, theirs)
-    for a, b in zip(
-        (p for m in ours for p in m.parameters()),
-        (p for m in plain for p in m.parameters()),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(ours, plain, rtol=1e-5, atol=1e-6)
     for optimizer in optimizers:
         optimizer.drop_gradients()
-    assert all(p.grad is None for m in ours for p in m.parameters())
+    assert all(p.grad is None for p in parameters(ours))
 
 
 def test_the_scale_multiplies_the_gradients() -> None:
     ours, theirs = layers(), layers()
     give(ours, 0)
     give(theirs, 0)
-    for p in (p for m in theirs for p in m.parameters()):
-        assert p.grad is not None
-        p.grad *= 0.3
+    torch._foreach_mul_([p.grad for p in parameters(theirs) if p.grad is not None], 0.3)
     for a, b in zip(ours, theirs, strict=True):
         LayerOptimizer(a, SETTINGS).step(0.1, 0.3)
         LayerOptimizer(b, SETTINGS).step(0.1, 1.0)
@@ -136,18 +135,13 @@ def test_late_gradient_starts_its_own_step_count(name: Literal["adamw", "sgd"]) 
     """Each parameter trains like a parameter with its own torch optimizer."""
     settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
-    module = nn.ParameterDict(
-        {"early": nn.Parameter(torch.randn(3, 4)), "late": nn.Parameter(torch.randn(5, 2))}
-    )
+    early, late = (nn.Parameter(torch.randn(size)) for size in ((3, 4), (5, 2)))
+    module = nn.ParameterDict({"early": early, "late": late})
     alone = {key: nn.Parameter(p.detach().clone()) for key, p in module.items()}
-    expected = {
-        key: torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.2, fused=True)
-        if name == "sgd"
-        else torch.optim.AdamW(
-            [p], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True
-        )
-        for key, p in alone.items()
-    }
+    make: Any = partial(torch.optim.SGD, momentum=0.9)
+    if name == "adamw":
+        make = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-6)
+    expected = {k: make([p], lr=0.1, weight_decay=0.2, fused=True) for k, p in alone.items()}
     ours = LayerOptimizer(module, settings)
     for step in range(4):
         for key in ("early", "late") if step >= 2 else ("early",):
@@ -169,9 +163,8 @@ def test_loaded_state_continues_with_the_same_bits() -> None:
     second = copy.deepcopy(first)
     restored = LayerOptimizer(second, SETTINGS)
     restored.load({key: value.clone() for key, value in optimizer.state().items()})
-    assert set(optimizer.state()) == {
-        f"{n}/{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")
-    }
+    moments = ("step", "exp_avg", "exp_avg_sq")
+    assert set(optimizer.state()) == {f"{n}/{m}" for n in ("weight", "bias") for m in moments}
     for step in range(3, 6):
         for module, each in ((first, optimizer), (second, restored)):
             give([module], step)
@@ -207,21 +200,14 @@ def test_state_bytes_count_two_moments() -> None:
     give([module], 0)
     optimizer.step(0.1, 1.0)
     assert optimizer.state_bytes == 2 * 4 * 20 + 2 * 4
-    untrained = LayerOptimizer(nn.Linear(4, 4).requires_grad_(False), SETTINGS)
-    assert untrained.state_bytes == 0
+    assert LayerOptimizer(nn.Linear(4, 4).requires_grad_(False), SETTINGS).state_bytes == 0
 
 
 def test_weight_decay_applies_to_matrices_only() -> None:
-    assert [decays(torch.zeros(shape)) for shape in ((), (3,), (3, 3), (3, 3, 3))] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [decays(torch.zeros([3] * dims)) for dims in range(4)] == [False, False, True, True]
     module = nn.Linear(4, 4)
-    torch.nn.init.ones_(module.weight)
-    torch.nn.init.ones_(module.bias)
     for p in module.parameters():
+        nn.init.ones_(p)
         p.grad = torch.zeros_like(p)
     LayerOptimizer(module, SETTINGS).step(0.5, 1.0)
     torch.testing.assert_close(module.weight.detach(), torch.full((4, 4), 1 - 0.5 * 0.2))
@@ -258,21 +244,17 @@ def test_clip_factor() -> None:
     assert clip_factor(4.0, 1.0) == pytest.approx(0.25)
     assert clip_factor(math.inf, 1.0) == 0.0
     gradients = [torch.randn(30), torch.randn(5, 5)]
-    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
-    for p, g in zip(parameters, gradients, strict=True):
+    clipped = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for p, g in zip(clipped, gradients, strict=True):
         p.grad = g.clone()
-    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    torch.nn.utils.clip_grad_norm_(clipped, 0.5)
     factor = clip_factor(math.sqrt(squared_norm(gradients)), 0.5)
-    for p, g in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(p.grad, g * factor)
+    torch.testing.assert_close([p.grad for p in clipped], [g * factor for g in gradients])
 
 
 # -- shares (ZeRO-1), masters, taking back ---------------------------------------------------------
 
-BOTH = [
-    OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6),
-    OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7),
-]
+BOTH = [SETTINGS, OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
 PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
 
 
@@ -322,9 +304,7 @@ def test_sharded_update_has_the_bits_of_the_whole(settings: OptimizerSettings, c
     assert max(part.state_bytes for part in parts) < one.state_bytes
 
 
-NO_PAST = [
-    OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas in ((0.0, 0.9), (0.8, 0.0))
-]
+NO_PAST = [replace(SETTINGS, betas=betas) for betas in ((0.0, 0.9), (0.8, 0.0))]
 
 
 @pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
@@ -334,14 +314,13 @@ def test_restore_is_exact_and_invert_is_close(
     settings: OptimizerSettings, dtype: torch.dtype, first: bool
 ) -> None:
     """A rolled back and repeated step equals a single step with the second scale."""
-    plain, kept, inverted = (large().to(dtype) for _ in range(3))
-    optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
-    for module in (plain, kept, inverted):
-        for p in module.parameters():
-            p.grad_dtype = torch.float32
+    modules = plain, kept, inverted = [large().to(dtype) for _ in range(3)]
+    optimizers = one, restored, other = [LayerOptimizer(m, settings) for m in modules]
+    for p in parameters(modules):
+        p.grad_dtype = torch.float32
 
     def gradients(step: int) -> None:
-        for module in (plain, kept, inverted):
+        for module in modules:
             give([module], step)
 
     if not first:
@@ -349,26 +328,20 @@ def test_restore_is_exact_and_invert_is_close(
         for optimizer in optimizers:
             optimizer.step(0.01)
     gradients(1)
-    before = {key: value.clone() for key, value in optimizers[1].state().items()}
-    optimizers[1].keep()
-    optimizers[1].step(0.01)
-    optimizers[1].restore()
-    assert set(optimizers[1].state()) == set(before)
-    assert all(torch.equal(value, before[key]) for key, value in optimizers[1].state().items())
+    before = {key: value.clone() for key, value in restored.state().items()}
+    restored.keep()
+    restored.step(0.01)
+    restored.restore()
+    assert_same(restored.state(), before)
     assert same_bits([kept], [plain])
-    optimizers[2].step(0.01)
-    optimizers[2].invert(0.01)
-    assert set(optimizers[2].state()) == set(before)
-    for optimizer in optimizers:
+    other.step(0.01)
+    other.invert(0.01)
+    assert set(other.state()) == set(before)
+    for optimizer in (one, restored, other):
         optimizer.step(0.01, 0.5)
     assert same_bits([plain], [kept])
-    for a, b in zip(plain.parameters(), inverted.parameters(), strict=True):
-        torch.testing.assert_close(
-            a,
-            b,
-            rtol=1e-5 if dtype is torch.float32 else 1e-2,
-            atol=1e-6 if dtype is torch.float32 else 1e-3,
-        )
+    rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (1e-2, 1e-3)
+    assert_close([plain], [inverted], rtol=rtol, atol=atol)
 
 
 def test_float32_master_accumulates_small_steps() -> None:
@@ -383,13 +356,12 @@ def test_float32_master_accumulates_small_steps() -> None:
         for p in module.parameters():
             p.grad = torch.ones(p.shape)
         optimizer.step(1e-4)
-    torch.testing.assert_close(
-        optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0
-    )
-    assert torch.equal(module.weight.detach(), optimizer.state()["weight/master"].bfloat16())
+    master = optimizer.state()["weight/master"]
+    torch.testing.assert_close(master, torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
+    assert torch.equal(module.weight.detach(), master.bfloat16())
     loaded = LayerOptimizer(module, OptimizerSettings())
     loaded.load(optimizer.state())
-    assert torch.equal(loaded.state()["weight/master"], optimizer.state()["weight/master"])
+    assert torch.equal(loaded.state()["weight/master"], master)
 
 
 def test_saved_momentum_is_dropped_without_momentum() -> None:
@@ -397,9 +369,8 @@ def test_saved_momentum_is_dropped_without_momentum() -> None:
     settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, settings)
-    optimizer.load(
-        {f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()}
-    )
+    named = module.named_parameters()
+    optimizer.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in named})
     for _ in range(3):
         before = module.weight.detach().clone()
         for p in module.parameters():
@@ -421,16 +392,56 @@ def test_in_place_rollback_drift_stays_at_rounding() -> None:
         other.step(1e-3)
         other.invert(1e-3)
         other.step(1e-3, 0.5)
-    for a, b in zip(exact.parameters(), near.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert_close([exact], [near], rtol=1e-3, atol=1e-4)
 
 
 def test_squared_norm_takes_little_memory() -> None:
     """It squares one part at a time."""
-    gradient = torch.randn(
-        40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0)
-    )
+    gradient = draw(0, 40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK)
     with Watch() as watch:
         sums = block_sums(gradient)
     assert watch.excess(0) < 1.1 * _BLOCKS_AT_ONCE * NORM_BLOCK * 4 < gradient.nbytes
     assert sums == gradient.square().sum(1).tolist()
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(0, 60))
+def test_scale_halves_on_overflow_and_doubles_after_a_window(
+    steps: list[bool], window: int, stop: int
+) -> None:
+    """A loaded scaler continues like one that never stopped."""
+    scaler, expected, good = LossScaler(INITIAL, window), INITIAL, 0
+    for step, finite in enumerate(steps):
+        if step == stop:
+            saved = json.loads(json.dumps(scaler.state()))
+            scaler = LossScaler(INITIAL, window)
+            scaler.load(saved)
+        if not finite and not scaler.skips:
+            assert expected == 1
+            return
+        scaler.observe(finite)
+        good = good + 1 if finite else 0
+        expected = expected / 2 if not finite else 2 * expected if good == window else expected
+        good %= window
+        assert scaler.scale == expected >= 1
+
+
+def test_saved_count_above_a_shorter_window_doubles_the_scale() -> None:
+    scaler = LossScaler(INITIAL, 3)
+    scaler.load({"scale": 8.0, "good": 5})
+    scaler.observe(True)
+    assert scaler.scale == 16
+
+
+def test_float16_is_scaled_by_default() -> None:
+    assert TrainSection().loss_scale_window == WINDOW
+    assert make_scaler(torch.float16, None, 7).dynamic
+    assert make_scaler(torch.bfloat16, "dynamic", 7).dynamic
+    for scaler, scale in (
+        (make_scaler(torch.float32, None, 7), 1),
+        (make_scaler(torch.float16, 1024.0, 7), 1024),
+    ):
+        assert not scaler.dynamic
+        assert not scaler.skips
+        scaler.observe(True)
+        scaler.load({"scale": 4.0, "good": 0})
+        assert scaler.scale == scale

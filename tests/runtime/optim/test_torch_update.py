@@ -31,10 +31,7 @@ def give(modules: list[nn.Module], step: int) -> None:
 def optimizers(name: str, modules: list[nn.Module]) -> list[LayerOptimizer]:
     settings = TorchSettings(OPTIMIZERS[name]["optimizer"], OPTIMIZERS[name].get("groups"))
     groups = ParameterGroups(settings, Sequential(modules), modules, CPU)
-    return [
-        LayerOptimizer(module, settings, groups=groups.layer(index))
-        for index, module in enumerate(modules)
-    ]
+    return [LayerOptimizer(m, settings, groups=groups.layer(i)) for i, m in enumerate(modules)]
 
 
 def whole(name: str, modules: list[nn.Module]) -> list[torch.optim.Optimizer]:

@@ -28,8 +28,12 @@ from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from dynmo.train.setup import model_of
+from dynmo.train.trainer import Trainer
+from tests.equality import BALANCERS
+from tests.equality import config as equal_config
 from tests.full_disk import full_at
-from tests.pool import Pool
+from tests.jobs import parsed
+from tests.pool import JobFailed, Pool
 from tests.runtime.alone import GPT, around, gpt, pipeline, tokens
 from tests.runtime.jobs import error_of
 from tests.runtime.modules import Net
@@ -515,3 +519,24 @@ def look_together(world: World, folder: str) -> dict[str, Any]:
     with mock.patch.object(checkpoint, "_sha256", watched):
         path, _, problems = checkpoint.find(Path(folder), world)
     return {"path": path.name, "problems": problems, "read": read}
+
+
+def digest_after_a_flipped_bit(world: World, config: dict[str, object], rank: int) -> str:
+    """The digest of the weights, after this rank's first weight has changed in its last bit."""
+    loaded = parsed(config)
+    pipeline = Trainer(loaded, world, model_of(loaded), None).pipeline
+    if world.rank == rank:
+        module, _ = next(iter(pipeline._engine.store.own.values()))
+        with torch.no_grad():
+            next(module.parameters()).view(torch.int32).flatten()[0] ^= 1
+    return pipeline.digest()
+
+
+def test_replicas_with_other_weights_are_named(pool: Pool) -> None:
+    replicated = equal_config(1, "1f1b", BALANCERS["none"], freezing=False, clipping=False)
+    replicated["parallel"]["replicas"], replicated["train"]["global_batch"] = 2, 12
+    job = JOBS + "digest_after_a_flipped_bit"
+    with pytest.raises(JobFailed, match="disagree on the weights"):
+        pool.run(job, 2, config=replicated, rank=1)
+    first, second = pool.run(job, 2, config=replicated, rank=2)
+    assert first == second
