@@ -5,7 +5,6 @@ Each key, option and name has a description.
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -41,16 +40,14 @@ def test_each_option_has_a_help_text_and_each_command_a_table(name: str) -> None
 
 
 @pytest.mark.parametrize("name", dynmo.__all__)
-def test_each_public_name_has_a_docstring(name: str) -> None:
+def test_each_public_name_has_a_line(name: str) -> None:
     assert f"\n- `{name}`: " in (reference.FOLDER / "python.md").read_text()
-    assert inspect.getdoc(getattr(dynmo, name))
 
 
 def test_generator_restores_a_changed_row() -> None:
     text = (reference.FOLDER / "configuration.md").read_text()
-    assert reference.fill(
-        text.replace("| `seed` | integer", "| `seed` | number")
-    ) == reference.fill(text)
+    changed = text.replace("| `seed` | integer", "| `seed` | number")
+    assert reference.fill(changed) == reference.fill(text)
 
 
 def test_every_mark_of_a_page_is_parsed() -> None:

@@ -44,9 +44,7 @@ def test_share_is_undefined_without_an_ideal_gain() -> None:
 
 def trained(frozen: int) -> tuple[LayerCost, ...]:
     """Six layers of 1 s each way, of which so many are frozen."""
-    return tuple(
-        LayerCost(1.0, 0.0 if i < frozen else 1.0, 0.0 if i < frozen else 1.0) for i in range(6)
-    )
+    return (LayerCost(1.0, 0.0, 0.0),) * frozen + (LayerCost(1.0, 1.0, 1.0),) * (6 - frozen)
 
 
 def test_ideal_is_computed_for_each_phase() -> None:
@@ -60,16 +58,11 @@ def test_ideal_is_computed_for_each_phase() -> None:
     def seconds(layers: tuple[LayerCost, ...], *counts: int) -> float:
         return timeline(layers, Partition(counts), MICROBATCHES, SCHEDULE).makespan
 
-    assert seconds_of["uniform"] == pytest.approx(
-        [2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)]
-    )
-    assert seconds_of["best"] == pytest.approx(
-        [2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)]
-    )
-    assert seconds_of["as_placed"][1] == pytest.approx(
-        2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2)
-    )
-    assert seconds(costs[1], 3, 3) / seconds(costs[1], 4, 2) > 1.3
+    first, even, uneven = seconds(costs[0], 3, 3), seconds(costs[1], 3, 3), seconds(costs[1], 4, 2)
+    assert seconds_of["uniform"] == pytest.approx([2 * first, 4 * even])
+    assert seconds_of["best"] == pytest.approx([2 * first, 4 * uneven])
+    assert seconds_of["as_placed"][1] == pytest.approx(2 * even + 2 * uneven)
+    assert even / uneven > 1.3
 
 
 def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> dict[str, Any]:
@@ -87,9 +80,8 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     even = [[3, 3]] * 6
     uniform = side([2.0] * 6, even)
     ours = side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2)
-    row = summarize(
-        "freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}]
-    )
+    dense = side([3.0] * 6, even, "b")
+    row = summarize("freezing", [{"uniform": uniform, "dense": dense, "dynmo": ours}])
     assert row["phases"] == [[0, 2], [2, 6]]
     over = row["speedup_over"]
     assert over["uniform"] == pytest.approx({"run": 1.2, "last_phase": 2.0})
@@ -105,18 +97,15 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["simulated_idle_ratio"]["dynmo"] < row["simulated_idle_ratio"]["uniform"]
     assert 0 <= row["simulated_bubble_ratio"]["dynmo"] <= row["simulated_idle_ratio"]["dynmo"]
     assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
-    measured = row["measured_over_simulated"]
-    assert row["program_over_simulated"] == pytest.approx(
-        {name: 0.9 * measured[name] for name in measured}
+    measured = {name: 0.9 * x for name, x in row["measured_over_simulated"].items()}
+    assert row["program_over_simulated"] == pytest.approx(measured)
+    twice = [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]
+    slower, broken = (
+        summarize("freezing", [{"uniform": uniform, "dynmo": ours | change}])
+        for change in ({"costs": twice}, {"digest": "c"})
     )
-    slower = side(ours["seconds"], ours["layers"]) | {
-        "costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]
-    }
-    assert summarize("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
+    assert slower["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"
-    broken = summarize(
-        "freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}]
-    )
     assert not broken["same_weights"]
 
 
@@ -138,10 +127,7 @@ def test_the_dense_side_is_the_same_model(case: str) -> None:
     uniform, dense = (model_for(case, parse(configs[name])) for name in ("uniform", "dense"))
     assert dense.layers == uniform.layers
     if section_of(case) in ("sparse_attention", "early_exit"):
-        section = parse(configs["dense"]).dynamism
-        assert {"sparse_attention": section.sparse_attention, "early_exit": section.early_exit}[
-            case
-        ].start == 19
+        assert getattr(parse(configs["dense"]).dynamism, case).start == 19
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -94,11 +94,8 @@ def test_torch_version_is_checked(
 def test_checked_packages_are_those_of_the_project() -> None:
     """The list has the dependencies of dynmo and of its tests."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {re.split("[<>=]", word)[0] for word in needed} | {
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
-    } == set(checks.PACKAGES)
+    of_tests = {"pytest", "pytest-timeout", "hypothesis"}
+    assert {re.split("[<>=]", word)[0] for word in needed} | of_tests == set(checks.PACKAGES)
 
 
 def test_unknown_part_is_refused(
@@ -194,10 +191,8 @@ def test_parts_after_the_time_limit_are_left_out(tmp_path: Path) -> None:
 def test_last_line_of_pytest_is_the_result(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("")
     last = "3 passed, 1 skipped in 0.10s"
-    for code, printed, came in (
-        (0, f"..s\n{last}\n", last),
-        (-9, "", "ended by SIGKILL: no output"),
-    ):
+    killed = (-9, "", "ended by SIGKILL: no output")
+    for code, printed, came in ((0, f"..s\n{last}\n", last), killed):
         assert running.read_output(code, printed, tmp_path / "x.log", 1.0).came == came
 
 
@@ -232,10 +227,8 @@ def test_split_benchmark_measures_four_variants() -> None:
 
 @pytest.mark.parametrize(("ratio", "met"), [(1.01, True), (1.03, False)])
 def test_split_goal_is_assessed(ratio: float, met: bool) -> None:
-    rows = {
-        "bfloat16": {"eager": {"split_over_fused": ratio}},
-        "float32": {"eager": {"split_over_fused": 1.5}},
-    }
+    ratios = {"bfloat16": ratio, "float32": 1.5}
+    rows = {name: {"eager": {"split_over_fused": x}} for name, x in ratios.items()}
     assert split.assess({"stage": rows}).met == met
 
 
@@ -245,16 +238,14 @@ def test_attention_benchmark_measures_each_kind() -> None:
         attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1)
         for n in (32, 128)
     ]
-    assert [set(row["kinds"]) for row in rows] == [
-        {"hash, 16 buckets"},
-        {"hash, 16 buckets", "hash, 64 buckets"},
-    ]
+    few, many = "hash, 16 buckets", "hash, 64 buckets"
+    assert [set(row["kinds"]) for row in rows] == [{few}, {few, many}]
     assert all(0 < kind["pairs"] < 1 for row in rows for kind in row["kinds"].values())
     fake = [
-        {"sequence": n, "kinds": {"hash, 16 buckets": {"speedup": speedup}}}
+        {"sequence": n, "kinds": {few: {"speedup": speedup}}}
         for n, speedup in ((1, 0.5), (2, 1.5), (4, 3.0))
     ]
-    assert attention.wins_from(fake) == {"hash, 16 buckets": 2, "hash, 64 buckets": None}
+    assert attention.wins_from(fake) == {few: 2, many: None}
 
 
 def test_share_of_pairs_equals_a_count() -> None:
@@ -281,10 +272,5 @@ def test_torch_schedules_have_our_placements(name: str, own: str) -> None:
     ("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)]
 )
 def test_memory_estimate_is_assessed(ratios: list[float], met: bool) -> None:
-    result: dict[str, Any] = {
-        "peak_over_account": ratios,
-        "peak_over_planned": [0.9, 0.9],
-        "moved_bytes": 2e9,
-        "move_seconds": 0.5,
-    }
-    assert memory.assess(result).met == met
+    result: dict[str, Any] = {"peak_over_account": ratios, "peak_over_planned": [0.9, 0.9]}
+    assert memory.assess(result | {"moved_bytes": 2e9, "move_seconds": 0.5}).met == met

@@ -37,16 +37,9 @@ def test_exit_shares_change_the_compute() -> None:
 
 def test_expert_flops_match_the_formula() -> None:
     one, two = (
-        config_of(
-            STEPS,
-            0,
-            RUNS["experts"][f"experts, {k} of 8, loss"][0],
-            1,
-            1,
-            64,
-            {"kind": "moe", "top_k": k},
-        )
+        config_of(STEPS, 0, RUNS["experts"][f"experts, {k} of 8, loss"][0], 1, 1, 64, model)
         for k in (1, 2)
+        for model in [{"kind": "moe", "top_k": k}]
     )
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     assert step_flops(one, ()) == dense + 4 * 6 * 8 * 64, "four routers"
@@ -59,6 +52,5 @@ def test_speed_limit_follows_the_exit_shares() -> None:
     assert limit(config, [0.0, 0.0]) < 1, "exits alone cost"
     shares = [limit(config, [share, 0.0]) for share in (0.2, 0.5, 1.0)]
     assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1.75, abs=0.5), (
-        "keys and values of five of eight blocks remain"
-    )
+    # Keys and values of five of eight blocks remain.
+    assert shares[-1] == pytest.approx(1.75, abs=0.5)

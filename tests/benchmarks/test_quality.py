@@ -55,11 +55,8 @@ def test_picture_depends_on_the_figures_only(tmp_path: Path) -> None:
 def test_selected_runs_include_their_references() -> None:
     assert chosen(40, ()) == runs(40)
     assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
-    assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == [
-        "dense",
-        SHARED,
-        "hash, 4 buckets, all blocks",
-    ]
+    hashed = "hash, 4 buckets, all blocks"
+    assert list(chosen(40, [hashed])) == ["dense", SHARED, hashed]
     some = {name: run for name, run in results().items() if name in chosen(40, ["pruning, 90 %"])}
     assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
@@ -67,15 +64,7 @@ def test_selected_runs_include_their_references() -> None:
 @pytest.mark.matrix
 def test_small_run_gives_a_row(pool: Pool) -> None:
     dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
-    (row,) = pool.run(
-        "benchmarks.quality:train",
-        1,
-        steps=4,
-        seed=0,
-        dynamism=dynamism,
-        evaluations=2,
-        batches=1,
-        hidden=64,
-    )
+    size = {"steps": 4, "seed": 0, "evaluations": 2, "batches": 1, "hidden": 64}
+    (row,) = pool.run("benchmarks.quality:train", 1, dynamism=dynamism, **size)
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert [step for step, _ in row["changes"]] == [1]

@@ -45,9 +45,7 @@ def test_no_placement_is_under_the_bound(costs: Times, ranks: int) -> None:
 
 @given(SPARSE_COSTS, st.integers(1, 12), st.data())
 def test_no_step_is_under_the_bound_of_a_window(
-    costs: Times,
-    microbatches: int,
-    data: st.DataObject,
+    costs: Times, microbatches: int, data: st.DataObject
 ) -> None:
     layers = layers_of(costs)
     ranks = data.draw(st.integers(1, len(layers)))
@@ -57,18 +55,13 @@ def test_no_step_is_under_the_bound_of_a_window(
         for high in range(low, ranks):
             bound = window_seconds(layers, placement, microbatches, low, high)
             assert bound <= step * (1 + 1e-9)
-    assert bound_of_all(layers, placement, microbatches) == pytest.approx(step)
-
-
-def bound_of_all(layers: Layers, placement: Partition, microbatches: int) -> float:
-    return window_seconds(layers, placement, microbatches, 0, placement.stages - 1)
+    whole = window_seconds(layers, placement, microbatches, 0, placement.stages - 1)
+    assert whole == pytest.approx(step)
 
 
 @given(SPARSE_COSTS, st.integers(1, 12), st.data())
 def test_search_agrees_with_all_placements(
-    costs: Times,
-    microbatches: int,
-    data: st.DataObject,
+    costs: Times, microbatches: int, data: st.DataObject
 ) -> None:
     layers = layers_of(costs)
     ranks = data.draw(st.integers(1, len(layers)))

@@ -73,10 +73,7 @@ class RayCluster(StartedProcesses):
         return {**RAY_ENV, **own, "MASTER_ADDR": "127.0.0.1"}
 
 
-RAY_ENV = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-}
+RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def without_warning(text: str) -> str:
@@ -93,12 +90,8 @@ def ray_cluster(gpus: int = 4) -> Iterator[RayCluster]:
     """Starts a cluster of one machine, and stops it at the end."""
     # The path of a socket may have some 100 characters: a test's own folder is too deep.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    options = {
-        "num_cpus": 1,
-        "num_gpus": gpus,
-        "object_store_memory": 100 * 2**20,
-        "_temp_dir": str(folder),
-    }
+    options = {"num_cpus": 1, "num_gpus": gpus, "object_store_memory": 100 * 2**20}
+    options |= {"_temp_dir": str(folder)}
     with (folder / "head.log").open("w") as log:
         head = subprocess.Popen(
             ["unshare", "--net", sys.executable, "-c", _HEAD, json.dumps(options)],

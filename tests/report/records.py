@@ -16,6 +16,7 @@ from dynmo.events import (
     RebalanceResultEvent,
     StepEvent,
 )
+from dynmo.report.summary import Summary
 
 
 def step(
@@ -46,6 +47,11 @@ def change(number: int, case: str = "pruning") -> ChangeEvent:
     return ChangeEvent(number, case, (0, 1), f"what it did at {number}")
 
 
+def phases_of(summary: Summary) -> list[tuple[int, int]]:
+    """The first and the last step of each phase."""
+    return [(phase.first, phase.last) for phase in summary.phases]
+
+
 def changed(at: int, steps: Sequence[StepEvent]) -> list[Event]:
     """These steps, with a change of the work before step `at`."""
     return [*steps[:at], change(at), *steps[at:]]
@@ -55,9 +61,6 @@ def cells(table: Table) -> dict[str, list[str]]:
     """The cells of each row, by its first cell."""
     screen = StringIO()
     Console(file=screen, width=150).print(table)
-    rows = [
-        [cell.strip() for cell in line.strip("│ ").split("│")]
-        for line in screen.getvalue().splitlines()
-        if line.startswith("│")
-    ]
+    lines = [line for line in screen.getvalue().splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines]
     return {row[0]: row[1:] for row in rows}

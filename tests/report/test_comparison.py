@@ -16,7 +16,13 @@ from dynmo.report.comparison import (
     verdict,
 )
 from dynmo.report.summary import Summary, summarize
-from tests.report.records import cells, changed, end, move, step
+from tests.report.records import cells, changed, end, move, phases_of, step
+
+BALANCING = {"balance.balancer": ["none", "exact"]}
+
+
+def table_of(*runs: Summary) -> dict[str, list[str]]:
+    return cells(comparison_table([*zip("abc", runs, strict=False)]))
 
 
 def test_runs_are_compared_over_the_same_steps() -> None:
@@ -29,31 +35,21 @@ def test_runs_are_compared_over_the_same_steps() -> None:
     one = summarize(changed(6, steady))
     two = summarize(changed(6, moving))
     without = summarize(steady)
-    assert [(p.first, p.last) for p in without.phases] == [(0, 11)]
+    assert phases_of(without) == [(0, 11)]
     runs = aligned([without, one, two])
-    assert [[(p.first, p.last) for p in run.phases] for run in runs] == [
-        [(0, 5), (6, 11)],
-        [(0, 5), (6, 11)],
-        [(0, 5), (6, 7), (8, 11)],
-    ]
-    table = cells(comparison_table([("a", runs[0]), ("b", runs[1]), ("c", runs[2])]))
+    assert [phases_of(run) for run in runs[:2]] == [[(0, 5), (6, 11)]] * 2
+    assert phases_of(runs[2]) == [(0, 5), (6, 7), (8, 11)]
+    table = table_of(*runs)
     assert table["last phase: s/step"] == ["2.000", "2.000", "1.000"]
     assert table["last phase: speed-up"] == ["x1.00", "x1.00", "x2.00"]
     # A run that ended before is not held against what came after.
     short = aligned([one, summarize(steady[:5])])
-    assert cells(comparison_table([("a", short[0]), ("b", short[1])]))["last phase: speed-up"] == [
-        "x1.00",
-        "-",
-    ]
+    assert table_of(*short)["last phase: speed-up"] == ["x1.00", "-"]
 
 
 def test_runs_of_unequal_length_are_compared_per_step() -> None:
-    runs = [
-        (name, summarize([step(i, seconds) for i in range(count)]))
-        for name, seconds, count in (("a", 1.0, 10), ("b", 0.5, 4))
-    ]
-    row = cells(comparison_table(runs))["speed-up, per step"]
-    assert row == ["x1.00 (steps)", "x2.00 (steps)"]
+    long, short = summarize(map(step, range(10))), summarize([step(i, 0.5) for i in range(4)])
+    assert table_of(long, short)["speed-up, per step"] == ["x1.00 (steps)", "x2.00 (steps)"]
 
 
 def test_balancing_time_counts_in_the_speed_up() -> None:
@@ -62,23 +58,17 @@ def test_balancing_time_counts_in_the_speed_up() -> None:
     The time between its steps is as long as the steps.
     """
     one = summarize([*map(step, range(10)), end(seconds=10.5)])
-    two = summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)])
-    assert (
-        two.seconds,
-        two.run_seconds,
-        two.measure_seconds,
-        two.decide_seconds,
-        two.move_seconds,
-    ) == (5.0, 10.0, 0.25, 0.5, 1.0)
-    table = cells(comparison_table([("a", one), ("b", two)]))
+    half = [step(i, 0.5) for i in range(10)]
+    two = summarize([*half, end(seconds=10.0)])
+    assert (two.seconds, two.run_seconds) == (5.0, 10.0)
+    assert (two.measure_seconds, two.decide_seconds, two.move_seconds) == (0.25, 0.5, 1.0)
+    table = table_of(one, two)
     assert table["seconds, all steps"] == ["10.0", "5.0"]
     assert table["seconds, whole run"] == ["10.5", "10.0"]
     assert table["measure + decide + move"] == ["1.75", "1.75"]
     assert table["speed-up"] == ["x1.00", "x1.05"]
     # One that still runs has its steps only.
-    table = cells(
-        comparison_table([("a", one), ("b", summarize([step(i, 0.5) for i in range(10)]))])
-    )
+    table = table_of(one, summarize(half))
     assert table["seconds, whole run"] == ["10.5", "-"]
     assert table["measure + decide + move"] == ["1.75", "-"]
     assert table["speed-up"] == ["x1.00", "x2.00 (steps)"]
@@ -86,36 +76,26 @@ def test_balancing_time_counts_in_the_speed_up() -> None:
 
 def test_differing_config_keys_are_listed() -> None:
     one = {"name": "a", "train": {"steps": 6, "lr": 0.1}, "balance": {"balancer": "none"}}
-    other = {
-        "name": "b",
-        "train": {"steps": 4, "lr": 0.1},
-        "balance": {"balancer": "none", "initial": [2, 4]},
-    }
+    balance = {"balancer": "none", "initial": [2, 4]}
+    other = {"name": "b", "train": {"steps": 4, "lr": 0.1}, "balance": balance}
     told = differences([one, other])
     assert told == {"balance.initial": [None, [2, 4]], "train.steps": [6, 4]}
-    assert (
-        difference_line(told)
-        == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
-    )
+    line = difference_line(told)
+    assert line == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
     assert difference_line(differences([one, one | {"name": "c"}])) == "the configs are the same"
 
 
 def test_verdict_compares_loss_and_digests() -> None:
     one, same = summarize([step(0), end("aa")]), summarize([step(0), end("aa")])
     other, cut = summarize([step(0), end("bb")]), summarize([step(0)])
-    assert verdict([("a", one), ("b", same)]) == "same loss and same weights, to the last bit"
+    equal = "same loss and same weights, to the last bit"
+    assert verdict([("a", one), ("b", same)]) == equal
     assert "different weights" in verdict([("a", one), ("b", other)])
     buffers = [(name, replace(one, buffers_digest=name)) for name in "cd"]
-    assert (
-        verdict([buffers[0], buffers[0]])
-        == "same loss and same weights, to the last bit, buffers included"
-    )
-    assert verdict([("a", one), buffers[0]]) == "same loss and same weights, to the last bit", (
-        "an old log does not tell"
-    )
+    assert verdict([buffers[0], buffers[0]]) == f"{equal}, buffers included"
+    assert verdict([("a", one), buffers[0]]) == equal, "an old log does not tell"
     assert verdict(buffers).startswith("same loss and same weights, but different buffers")
-    rows = cells(comparison_table([("a", one), *buffers]))
-    assert rows["buffers"] == ["-", "c", "d"]
+    assert table_of(one, *dict(buffers).values())["buffers"] == ["-", "c", "d"]
     assert "has not ended" in verdict([("a", one), ("b", cut)])
 
 
@@ -125,19 +105,16 @@ def test_unequal_times_of_equal_steps_are_noise() -> None:
     def runs(
         seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)
     ) -> list[tuple[str, Summary]]:
-        return [
-            (str(s), summarize([step(i, s, layers if s != 1.0 else (2, 2)) for i in range(count)]))
-            for s in (1.0, seconds)
-        ]
+        still = summarize(map(step, range(count)))
+        return [("a", still), ("b", summarize([step(i, seconds, layers) for i in range(count)]))]
 
-    balancing = {"balance.balancer": ["none", "exact"]}
-    line = noise(runs(1.2), balancing)
+    line = noise(runs(1.2), BALANCING)
     assert line is not None
     assert line.startswith("from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step")
-    assert noise(runs(1.05), balancing) is None
-    assert noise(runs(1.2, count=4), balancing) is None, "too few to say"
-    assert noise(runs(1.2, layers=(3, 1)), balancing) is None, "other work"
-    assert noise(runs(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
+    assert noise(runs(1.05), BALANCING) is None
+    assert noise(runs(1.2, count=4), BALANCING) is None, "too few to say"
+    assert noise(runs(1.2, layers=(3, 1)), BALANCING) is None, "other work"
+    assert noise(runs(1.2), BALANCING | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
     assert noise(runs(1.2), None) is None
 
 
@@ -146,25 +123,22 @@ def test_steps_after_a_change_or_move_do_not_count_as_noise() -> None:
 
     Steps after either event are no measure of the machine's noise.
     """
-    balancing = {"balance.balancer": ["none", "exact"]}
 
     def runs(early: float, at: int) -> list[tuple[str, Summary]]:
         static = [step(i, 2.0 if i < at else 1.0) for i in range(24)]
         moved = [step(i, early if i < at else 0.7, (2, 2) if i < at else (3, 1)) for i in range(24)]
-        return [
-            (name, summarize(changed(at, steps))) for name, steps in (("a", static), ("b", moved))
-        ]
+        return [("a", summarize(changed(at, static))), ("b", summarize(changed(at, moved)))]
 
-    assert noise(runs(2.0, 6), balancing) is None
-    told = noise(runs(3.0, 6), balancing)
+    assert noise(runs(2.0, 6), BALANCING) is None
+    told = noise(runs(3.0, 6), BALANCING)
     assert told is not None
     assert told.startswith("from step 1 to 5 all did the same work, at 2.000 and 3.000 s a step")
-    assert noise(runs(3.0, 4), balancing) is None, "too few to say"
+    assert noise(runs(3.0, 4), BALANCING) is None, "too few to say"
     # The work is the same, but one run has moved: its steps from there on are not counted, nor
     # those of the other.
     static = summarize([step(i, 2.0 if i < 8 else 9.0) for i in range(24)])
     moved = summarize([step(i, 2.0, (2, 2) if i < 8 else (3, 1)) for i in range(24)])
-    assert noise([("a", static), ("b", moved)], balancing) is None
+    assert noise([("a", static), ("b", moved)], BALANCING) is None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +162,7 @@ def test_conclusion_has_the_gain_of_the_last_phase(
     moving = [step(i, 1.0 if i < 6 else seconds, (2, 2) if i < 6 else (3, 1)) for i in range(12)]
     moved = summarize([*changed(4, moving[:6]), move(6, 1), *moving[6:], done])
     named = list(zip("ab", aligned([static, moved]), strict=True))
-    assert conclusion(named, {"balance.balancer": ["none", "exact"]}).startswith(said)
+    assert conclusion(named, BALANCING).startswith(said)
     # Other keys than the balancer's explain a gain too, and so does a move before the last change.
     plain = f"b: x{1 / seconds:.2f} in the last phase, same"
     assert conclusion(named, {"pipeline.schedule": ["1f1b", "zb-h1"]}).startswith(plain)
@@ -198,8 +172,7 @@ def test_conclusion_has_the_gain_of_the_last_phase(
 
 def test_conclusion_without_common_work_is_the_verdict() -> None:
     """The work changes at step 6, after the end of the second run."""
-    one, short = aligned(
-        [summarize(changed(6, [step(i) for i in range(12)])), summarize([step(0)])]
-    )
+    whole = summarize(changed(6, [step(i) for i in range(12)]))
+    one, short = aligned([whole, summarize([step(0)])])
     runs = [("a", one), ("b", short)]
     assert conclusion(runs, {}) == verdict(runs)

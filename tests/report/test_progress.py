@@ -25,9 +25,8 @@ def step(number: int, frozen: int = 0) -> StepEvent:
 
 def told(steps: int, *events: object, terminal: bool = False) -> str:
     out = StringIO()
-    with ProgressLine(
-        "run", steps, Console(file=out, force_terminal=terminal, width=200)
-    ) as progress:
+    console = Console(file=out, force_terminal=terminal, width=200)
+    with ProgressLine("run", steps, console) as progress:
         for event in events:
             progress(event)  # pyright: ignore[reportArgumentType]
     return out.getvalue()
@@ -70,11 +69,8 @@ def test_events_are_printed_at_once() -> None:
 def test_evaluation_and_checkpoint_have_the_number_of_the_progress_line() -> None:
     """The log numbers steps from 0. People read how many are done."""
     events = (step(9), EvalEvent(9, 2.5), CheckpointEvent(9, "runs/a/step-000010", 0, 0))
-    assert [line.split(":")[0].split("  ")[0] for line in told(24, *events).splitlines()] == [
-        "run 10/24",
-        "step 10",
-        "step 10",
-    ]
+    heads = [line.split(":")[0].split("  ")[0] for line in told(24, *events).splitlines()]
+    assert heads == ["run 10/24", "step 10", "step 10"]
 
 
 def test_terminal_shows_one_live_line() -> None:

@@ -7,25 +7,17 @@ from dataclasses import replace
 
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, ReshapeEvent
 from dynmo.report.summary import summarize
-from tests.report.records import change, end, move, result, step
+from tests.report.records import change, end, move, phases_of, result, step
 
 
 def test_a_phase_has_the_medians_of_its_steps() -> None:
     events: list[Event] = [step(0, 9.0), step(1, 1.0), step(2, 2.0), step(3, 3.0)]
-    events += [
-        step(4, 9.0, frozen=1),
-        step(5, 0.5, frozen=1),
-        move(6, 1),
-        step(6, 5.0, (3, 1), 1),
-        EvalEvent(6, 2.5),
-        end(),
-    ]
+    events += [step(4, 9.0, frozen=1), step(5, 0.5, frozen=1), move(6, 1), step(6, 5.0, (3, 1), 1)]
+    events += [EvalEvent(6, 2.5), end()]
     summary = summarize(events)
-    assert [(p.first, p.last, p.layers, p.frozen) for p in summary.phases] == [
-        (0, 3, (2, 2), 0),
-        (4, 5, (2, 2), 1),
-        (6, 6, (3, 1), 1),
-    ]
+    assert phases_of(summary) == [(0, 3), (4, 5), (6, 6)]
+    assert [p.layers for p in summary.phases] == [(2, 2), (2, 2), (3, 1)]
+    assert [p.frozen for p in summary.phases] == [0, 1, 1]
     # Medians leave out the first step of a phase, which warms up. It counts if it is the only one.
     assert [p.seconds for p in summary.phases] == [2.0, 0.5, 5.0]
     assert [p.tokens_per_s for p in summary.phases] == [4.0, 16.0, 1.6]
@@ -50,22 +42,11 @@ def test_phase_ends_at_any_change_of_the_work() -> None:
 
     An event that changed no layer does not end a phase.
     """
-    events: list[Event] = [
-        change(0),
-        step(0),
-        step(1),
-        change(2, "sparse_attention"),
-        step(2),
-        step(3),
-    ]
-    events += [
-        ReshapeEvent(4, (2, 1), (1, 2), (2, 2), 8, 0.1),
-        step(4),
-        ChangeEvent(5, "balance", (), "layers stay"),
-        step(5),
-    ]
+    events: list[Event] = [change(0), step(0), step(1), change(2, "sparse_attention")]
+    events += [step(2), step(3), ReshapeEvent(4, (2, 1), (1, 2), (2, 2), 8, 0.1), step(4)]
+    events += [ChangeEvent(5, "balance", (), "layers stay"), step(5)]
     summary = summarize(events)
-    assert [(p.first, p.last) for p in summary.phases] == [(0, 1), (2, 3), (4, 5)]
+    assert phases_of(summary) == [(0, 1), (2, 3), (4, 5)]
     assert summary.changed == (2, 4)
     # Done again after a checkpoint, without the reshape.
     assert summarize([*events, step(3), step(4)]).changed == (2,)
@@ -82,17 +63,8 @@ def test_later_events_of_a_resumed_run_replace_earlier_ones() -> None:
 
     The later events of repeated steps and moves count.
     """
-    before: Sequence[Event] = [
-        step(0),
-        step(1),
-        move(2, 1),
-        step(2),
-        result(3, 1, 0.1),
-        step(3),
-        move(4, 2),
-        step(4, 7.0),
-        step(5, 7.0),
-    ]
+    before: list[Event] = [step(0), step(1), move(2, 1), step(2), result(3, 1, 0.1), step(3)]
+    before += [move(4, 2), step(4, 7.0), step(5, 7.0)]
     after: Sequence[Event] = [move(4, 2, 0.3), step(4), result(5, 2, 0.4), step(5), end()]
     summary = summarize([*before, *after])
     assert summary.steps == 6
@@ -115,13 +87,8 @@ def test_resumed_run_has_no_total_seconds() -> None:
     whole = [*map(step, range(4)), end(seconds=5.0)]
     assert summarize(whole).run_seconds == 5.0
     for events in (
-        [
-            step(0),
-            step(1),
-            step(1),
-            step(2),
-            end(seconds=5.0),
-        ],  # cut off, and resumed from a checkpoint
+        # Cut off, and resumed from a checkpoint.
+        [step(0), step(1), step(1), step(2), end(seconds=5.0)],
         [*whole, step(4), step(5), end(seconds=9.0)],  # ended, and trained on
         [step(0), step(1), step(2), end(seconds=2.5)],  # cut off right behind a checkpoint
         [*whole, end(seconds=0.1)],  # ended, and resumed with nothing to do

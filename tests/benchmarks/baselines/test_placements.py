@@ -1,6 +1,7 @@
 """Placement algorithms of other systems, as published, with their known defects."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -47,9 +48,8 @@ def test_deepspeed_is_optimal_if_its_tolerance_is_small():
         ([100, 300, 200, 400, 100, 100], 2),
     ):
         partition = placement(balanced_bounds(weights, parts), "DeepSpeed's")
-        assert max(stage_loads(weights, partition)) == max(
-            stage_loads(weights, exact(weights, parts))
-        )
+        best = max(stage_loads(weights, exact(weights, parts)))
+        assert max(stage_loads(weights, partition)) == best
 
 
 def test_deepspeed_in_seconds_stops_too_early():
@@ -134,62 +134,51 @@ def test_each_baseline():
 
 
 def test_random_draws_every_other_placement():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(5))
-    current = Partition((2, 1, 2))
-    drawn = Counter(
-        placements.random(BalanceRequest(layers, current, seed=3, step=step)).counts
-        for step in range(500)
-    )
+    request = BalanceRequest((LayerCost(1.0, 1.0, 1.0),) * 5, Partition((2, 1, 2)), seed=3)
+    drawn = Counter(placements.random(replace(request, step=step)).counts for step in range(500))
     assert set(drawn) == {(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 2, 1), (3, 1, 1)}
     assert min(drawn.values()) > 60  # 100 each on average
     for counts in ((5,), (1,) * 5):
         only = Partition(counts)
-        assert placements.random(BalanceRequest(layers, only)) == only
-    steps = range(20)
+        assert placements.random(replace(request, current=only)) == only
     a, b = (
-        [placements.random(BalanceRequest(layers, current, seed=seed, step=step)) for step in steps]
+        [placements.random(replace(request, seed=seed, step=step)) for step in range(20)]
         for seed in (0, 1)
     )
     assert a != b
 
 
 def test_random_is_the_same_on_every_machine():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(50))
-    assert placements.random(
-        BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
-    ).counts == (14, 3, 5, 10, 18)
+    layers = (LayerCost(1.0, 1.0, 1.0),) * 50
+    request = BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
+    assert placements.random(request).counts == (14, 3, 5, 10, 18)
 
 
 def test_random_draws_only_placements_that_fit():
     request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
-    drawn = {placements.random(replace(request, step=step)).counts for step in range(100)}
-    # Stage 1 cannot hold layer 2. (1, 1, 3) is the current partition.
-    assert drawn == {(3, 1, 1)}
-    unfit = replace(request, current=Partition((2, 1, 2)))
-    assert {placements.random(replace(unfit, step=step)).counts for step in range(100)} == {
-        (3, 1, 1),
-        (1, 1, 3),
-    }
+    # Stage 1 cannot hold layer 2. The current partition is not drawn.
+    for current, expected in (((1, 1, 3), {(3, 1, 1)}), ((2, 1, 2), {(3, 1, 1), (1, 1, 3)})):
+        now = replace(request, current=Partition(current))
+        drawn = {placements.random(replace(now, step=step)).counts for step in range(100)}
+        assert drawn == expected
+
+
+def forward_only(seconds: Sequence[float], *counts: int) -> BalanceRequest:
+    layers = tuple(LayerCost(f, 0.0, 0.0) for f in seconds)
+    return BalanceRequest(layers, Partition(counts))
 
 
 def test_impossible_baseline_placements_are_refused():
-    heavy = BalanceRequest(
-        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1))
-    )
+    heavy = forward_only((5, 1, 1, 1, 1), 3, 1, 1)
     with pytest.raises(PartitionError, match="DeepSpeed's placement by time leaves stage 0"):
         placements.deepspeed_time(heavy)
     with pytest.raises(PartitionError, match="not 5 blocks"):
         placements.megatron_uniform(heavy)
     with pytest.raises(PartitionError, match="rank 0"):
-        placements.algorithm_3(
-            BalanceRequest(
-                tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))
-            )
-        )
+        placements.algorithm_3(forward_only((4, 3, 2, 2, 1, 1, 2), 3, 2, 2))
+    uniform = balancer("python:benchmarks.baselines.placements:deepspeed_uniform")
     with pytest.raises(PartitionError, match="stage 1 of the placement"):
-        balancer("python:benchmarks.baselines.placements:deepspeed_uniform")(
-            limited([4, 4, 4, 4], (3, 1), (99, 5))
-        )
+        uniform(limited([4, 4, 4, 4], (3, 1), (99, 5)))
 
 
 def test_deepspeed_type_balances_by_layer_name():
@@ -235,10 +224,8 @@ def test_algorithm_3_keeps_memory_limits_and_iterations():
     weights, current = [1.0] * 6, Partition((5, 1))
     assert len(published_diffusion(weights, current).ranks[1]) == 3
     assert len(published_diffusion(weights, current, iterations=1).ranks[1]) == 2
-    assert (
-        len(published_diffusion(weights, current, layer_bytes=[4] * 6, limits=[99, 8]).ranks[1])
-        == 2
-    )
+    tight = published_diffusion(weights, current, layer_bytes=[4] * 6, limits=[99, 8])
+    assert len(tight.ranks[1]) == 2
     with pytest.raises(PartitionError, match="both"):
         published_diffusion(weights, current, limits=[99, 8])
 

@@ -186,19 +186,15 @@ def test_last_rank_to_stop_may_write_its_files(tmp_path: Path) -> None:
 
 
 def test_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    def asks_twice(me: EmulatedProcess) -> Steps:
-        for _ in range(2):
+    def stays(me: EmulatedProcess) -> Steps:
+        for _ in range(2 * (me.number == 0)):
             signal.raise_signal(signal.SIGINT)
             yield from me.asked()
         while True:
             yield
 
-    def stays(me: EmulatedProcess) -> Steps:
-        while True:
-            yield
-
     with pytest.raises(Interrupted, match="interrupted twice"):
-        launch(tmp_path, asks_twice, stays)
+        launch(tmp_path, stays, stays)
 
 
 def test_signal_during_start_gives_no_traceback(go: Launch, tmp_path: Path) -> None:
@@ -257,15 +253,11 @@ def test_cuda_variables_are_set_for_several_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Values that the user has set stay."""
-    for name in environment.FOR_RANKS_ON_CUDA:
+    given = environment.FOR_RANKS_ON_CUDA
+    for name in given:
         monkeypatch.delenv(name, raising=False)
-    assert (
-        not environment.FOR_RANKS_ON_CUDA.keys()
-        & environment.process_environment(0, 1, tmp_path, 1).keys()
-    )
-    assert (
-        environment.FOR_RANKS_ON_CUDA.items()
-        <= environment.process_environment(0, 2, tmp_path, 1).items()
-    )
+    alone, several = (environment.process_environment(0, size, tmp_path, 1) for size in (1, 2))
+    assert not given.keys() & alone.keys()
+    assert given.items() <= several.items()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     assert environment.process_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"

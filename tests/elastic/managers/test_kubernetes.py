@@ -8,7 +8,6 @@ by hand.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from dynmo.elastic.managers import kubernetes
 from dynmo.elastic.managers.kubernetes import KubernetesManager
 from dynmo.elastic.member import Member
 from dynmo.errors import ConfigError
+from tests.cli.runs import free_port
 from tests.elastic.managers.test_command import wait_for
 from tests.processes import wait_until
 
@@ -164,15 +164,11 @@ class FakeKubernetes:
             status["ready"] = min(active, 4 + self.free)
         if self.minor >= 29:
             status["terminating"] = len(self._ends)
-        template = {"spec": {"containers": [{"name": "c"}]}}
-        return {
-            "metadata": {"name": "run"},
-            "spec": {**self.spec, "template": template},
-            "status": status,
-        }
+        spec = {**self.spec, "template": {"spec": {"containers": [{"name": "c"}]}}}
+        return {"metadata": {"name": "run"}, "spec": spec, "status": status}
 
 
-_VERSION = (
+_VERSION = [
     "buildDate",
     "compiler",
     "gitCommit",
@@ -180,19 +176,12 @@ _VERSION = (
     "gitVersion",
     "goVersion",
     "platform",
-)
+]
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeKubernetes]:
-    server = FakeKubernetes()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def old_fake() -> Iterator[FakeKubernetes]:
-    server = FakeKubernetes(minor=20)
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes(minor=getattr(request, "param", 30))
     yield server
     server.close()
 
@@ -237,9 +226,16 @@ def members(*indexes: int) -> list[Member]:
     return [Member(i, f"run-{i}", 1) for i in indexes]
 
 
-def one(manager: Manager) -> Report:
+def one(manager: Manager, kind: str, ranks: int, *words: str) -> Report:
+    """The one report of the manager, which has this kind, number of ranks and these words."""
     (report,) = wait_for(manager)
+    assert (report.kind, report.ranks) == (kind, ranks), report
+    assert all(word in report.what for word in words), report
     return report
+
+
+def release_last(manager: Manager) -> None:
+    manager.release(members(3), members(0, 1, 2))
 
 
 def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
@@ -252,50 +248,43 @@ def test_release_and_request_scale_the_job(fake: FakeKubernetes, connect: Connec
     assert manager.can_request
     before = [fake.pod(0), fake.pod(1)]
     manager.release(members(2, 3), members(0, 1))
-    report = one(manager)
-    assert (report.kind, report.ranks) == ("released", 2), report
+    report = one(manager, "released", 2)
     assert report.what == "job training/run gave 2 of 4 pods back"
     assert report.seconds >= fake.ends_after  # waits until the pods are gone
     assert fake.indexes == [0, 1]
     manager.request(3)
-    report = one(manager)
-    assert (report.kind, report.ranks) == ("started", 3)
-    assert report.what == "job training/run has 5 pods, 3 of them new"
+    assert one(manager, "started", 3).what == "job training/run has 5 pods, 3 of them new"
     assert fake.indexes == [0, 1, 2, 3, 4]
     assert before == [fake.pod(0), fake.pod(1)]
     assert fake.patches == [{"parallelism": n, "completions": n} for n in (2, 5)]
 
 
+@pytest.mark.parametrize("fake", [20], indirect=True)
 def test_released_pods_are_deleted_before_kubernetes_1_27(
-    old_fake: FakeKubernetes, connect: Connect
+    fake: FakeKubernetes, connect: Connect
 ) -> None:
     """The Job controller of an older server would delete the wrong pods.
 
     This server deletes the youngest pods.
     """
-    manager = connect(old_fake.url)
-    before = [old_fake.pod(2), old_fake.pod(3)]
-    left = [Member(0, "elsewhere", 1, old_fake.pod(0)), Member(1, "run-1", 1)]
+    manager = connect(fake.url)
+    before = [fake.pod(2), fake.pod(3)]
+    left = [Member(0, "elsewhere", 1, fake.pod(0)), Member(1, "run-1", 1)]
     stay = [Member(2, "a", 1), Member(3, "b", 1)]
     manager.release(left, stay)
-    assert one(manager).kind == "released"
-    assert before == [old_fake.pod(2), old_fake.pod(3)]
+    one(manager, "released", 2)
+    assert before == [fake.pod(2), fake.pod(3)]
     manager.request(2)
-    assert one(manager).kind == "started"
+    one(manager, "started", 2)
     manager.request(1)
-    report = one(manager)
-    assert report.kind == "failed"
-    assert "4 pods" in report.what
-    assert old_fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
+    one(manager, "failed", 1, "4 pods")
+    assert fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
 
 
 def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Connect) -> None:
     manager = connect(fake.url)
     manager.release(members(1, 2), members(0, 3))
-    report = one(manager)
-    assert report.kind == "failed"
-    assert "run-3" in report.what
-    assert "rank 3" in report.what
+    one(manager, "failed", 2, "run-3", "rank 3")
     assert fake.patches == []
 
 
@@ -316,10 +305,7 @@ def test_server_error_gives_a_one_line_error(
     fake.failures = [(method, status, "why\n")]
     manager = connect(fake.url)
     manager.request(2)
-    report = one(manager)
-    assert (report.kind, report.ranks) == ("failed", 2)
-    assert word in report.what
-    assert "(why)" in report.what
+    one(manager, "failed", 2, word, "(why)")
     assert fake.spec["parallelism"] == 4
 
 
@@ -328,14 +314,12 @@ def test_busy_server_is_retried(fake: FakeKubernetes, connect: Connect, status: 
     fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
     manager = connect(fake.url)
     manager.request(1)
-    assert one(manager).kind == "started"
+    one(manager, "started", 1)
     assert fake.failures == []
     fake.failures = [("PATCH", status, "later")] * 1000
     hurried = connect(fake.url, timeout=0.1)
-    hurried.release(members(3), members(0, 1, 2))
-    report = one(hurried)
-    assert report.kind == "failed"
-    assert f"{status} (later)" in report.what
+    release_last(hurried)
+    one(hurried, "failed", 1, f"{status} (later)")
 
 
 def test_job_without_indexes_fails_with_the_server_message(
@@ -343,23 +327,16 @@ def test_job_without_indexes_fails_with_the_server_message(
 ) -> None:
     fake.spec["completionMode"] = "NonIndexed"
     manager = connect(fake.url)
-    manager.release(members(3), members(0, 1, 2))
-    report = one(manager)
-    assert report.kind == "failed"
-    assert "field is immutable" in report.what, "the server's own words"
+    release_last(manager)
+    one(manager, "failed", 1, "field is immutable")  # the server's own words
     assert fake.indexes == [0, 1, 2, 3]
 
 
 def test_missing_server_gives_a_one_line_error(connect: Connect) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    manager = connect(f"http://127.0.0.1:{port}", timeout=0.1)
-    manager.release(members(3), members(0, 1, 2))
-    report = one(manager)
-    assert report.kind == "failed"
-    assert f"http://127.0.0.1:{port}" in report.what
-    assert "parallelism = completions = 3" in report.what
+    url = f"http://127.0.0.1:{free_port()}"
+    manager = connect(url, timeout=0.1)
+    release_last(manager)
+    one(manager, "failed", 1, url, "parallelism = completions = 3")
 
 
 def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> None:
@@ -367,15 +344,13 @@ def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> 
     fake.free = 1
     manager = connect(fake.url, timeout=0.2)
     manager.request(2)
-    report = one(manager)
-    assert report.kind == "failed"
-    assert "6 pods are active, 5 ready, 0 ending after 0.2 s" in report.what
+    one(manager, "failed", 2, "6 pods are active, 5 ready, 0 ending after 0.2 s")
     assert fake.spec["parallelism"] == 6
 
     patient = connect(fake.url, timeout=60)
     patient.request(1)
     wait_for_patch(fake, parallelism=7)
-    patient.release(members(3), members(0, 1, 2))
+    release_last(patient)
     given_up, released = wait_for(patient, 2)
     assert given_up.kind == "failed"
     assert "newer" in given_up.what
@@ -386,12 +361,10 @@ def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> 
 def test_close_does_not_wait_for_pods(fake: FakeKubernetes, connect: Connect) -> None:
     fake.ends_after = 60
     manager = connect(fake.url, timeout=60)
-    manager.release(members(3), members(0, 1, 2))
+    release_last(manager)
     wait_for_patch(fake, parallelism=3)
     manager.close(0)
-    (report,) = wait_for(manager)
-    assert report.kind == "failed"
-    assert "the run ended" in report.what
+    one(manager, "failed", 1, "the run ended")
 
 
 def test_check_names_the_missing_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,18 +391,11 @@ def test_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\n" not in str(caught.value)
     manager = KubernetesManager("training", "run")
     manager.request(1)
-    assert "pip install" in one(manager).what
+    one(manager, "failed", 1, "pip install")
     manager.close()
 
 
-MANIFESTS = {
-    "Job": "V1Job",
-    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
-    "Role": "V1Role",
-    "RoleBinding": "V1RoleBinding",
-    "Service": "V1Service",
-    "ServiceAccount": "V1ServiceAccount",
-}
+MANIFESTS = ("Job", "PersistentVolumeClaim", "Role", "RoleBinding", "Service", "ServiceAccount")
 
 
 def example(kind: str) -> Any:
@@ -443,7 +409,7 @@ def example(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_example_manifests_have_only_api_keys(kind: str) -> None:
-    assert unknown_keys(example(kind), MANIFESTS[kind], kind) == []
+    assert unknown_keys(example(kind), f"V1{kind}", kind) == []
 
 
 def unknown_keys(value: Any, type_name: str, at: str) -> list[str]:
@@ -468,21 +434,13 @@ def test_example_manifests_are_consistent() -> None:
     assert spec["completionMode"] == "Indexed"
     assert str(spec["completions"]) == str(spec["parallelism"]) == env["WORLD_SIZE"]
     assert env["JOB_NAME"] == name
-    assert role["rules"] == [
-        {
-            "apiGroups": ["batch"],
-            "resources": ["jobs"],
-            "resourceNames": [name],
-            "verbs": ["get", "patch"],
-        }
-    ]
+    verbs = {"resources": ["jobs"], "resourceNames": [name], "verbs": ["get", "patch"]}
+    assert role["rules"] == [{"apiGroups": ["batch"], **verbs}]
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
     assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
     account = example("ServiceAccount")["metadata"]["name"]
     assert pod["serviceAccountName"] == account
     assert example("RoleBinding")["subjects"][0]["name"] == account
-    claims = [
-        v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "runs"
-    ]
-    assert claims == [example("PersistentVolumeClaim")["metadata"]["name"]]
+    (volume,) = (v["persistentVolumeClaim"] for v in pod["volumes"] if v["name"] == "runs")
+    assert volume["claimName"] == example("PersistentVolumeClaim")["metadata"]["name"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,11 @@ def slurm() -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def launcher(folder: Path, *scripts: str, join: str = "") -> list[str]:
-    """The command of a launcher whose ranks run these scripts."""
-    return launcher_command("slurm", folder, *scripts, join=join)
+launcher = partial(launcher_command, "slurm")
 
 
 def outside(
-    slurm: SlurmCluster,
-    folder: Path,
-    command: list[str],
-    options: Sequence[str] = (),
+    slurm: SlurmCluster, folder: Path, command: list[str], options: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
     """Starts a launcher outside of any allocation."""
     return slurm.start(command, folder, {**PATHS, "JOB_OPTIONS": json.dumps(options)})
@@ -171,12 +167,10 @@ print("result")
 
 @needs_slurm
 def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
-    script = "manager.request(1)\nreports(1)"
-    process = outside(slurm, tmp_path, launcher(tmp_path, script), ["--gres=gpu:1"])
+    command = launcher(tmp_path, "manager.request(1)\nreports(1)")
+    process = outside(slurm, tmp_path, command, ["--gres=gpu:1"])
     assert process.communicate(timeout=90)[1] == ""
-    (line,) = reports_of(tmp_path)[:1]
-    assert line.startswith("started 1: process 1 runs on n")
-    command = launcher(tmp_path, script)
+    assert reports_of(tmp_path)[0].startswith("started 1: process 1 runs on n")
     process = outside(slurm, tmp_path, command, ["--gres=gpu:2"])
     _, err = process.communicate(timeout=90)
     assert (process.returncode, err.count("\n")) == (1, 1)
