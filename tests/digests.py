@@ -35,23 +35,18 @@ PRUNING: dict[str, Any] = {
     "pruning": {"start": 2, "end": 6, "every": 2, "dense_below": 0.0},
 }
 ATTENTION: dict[str, Any] = {"cases": ["sparse_attention"], "sparse_attention": {"buckets": 4}}
+EXACT: dict[str, Any] = {"balancer": "exact", "every": 2}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline": {"schedule": "1f1b"}},
     "zb-h1": {"pipeline": {"schedule": "zb-h1"}},
-    "zb-h2-exact": {
-        "pipeline": {"schedule": "zb-h2"},
-        "balance": {"balancer": "exact", "every": 2},
-    },
+    "zb-h2-exact": {"pipeline": {"schedule": "zb-h2"}, "balance": EXACT},
     "zb-auto-diffusion": {
         "pipeline": {"schedule": "zb-auto"},
         "balance": {"balancer": "diffusion", "every": 2},
     },
     "zb-v": {"pipeline": {"schedule": "zb-v"}},
-    "v-min-exact": {
-        "pipeline": {"schedule": "v-min"},
-        "balance": {"balancer": "exact", "every": 2},
-    },
+    "v-min-exact": {"pipeline": {"schedule": "v-min"}, "balance": EXACT},
     "interleaved": {"pipeline": {"schedule": "interleaved-1f1b"}},
     "replicas": {"parallel": {"pipeline": 1, "replicas": 2, "zero": 1}},
     "freezing": {"dynamism": FREEZING},

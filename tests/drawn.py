@@ -213,10 +213,7 @@ RULES: list[tuple[tuple[str, ...], Callable[..., bool]]] = [
     (("replicas", "schedule"), lambda replicas, name: replicas < 4 or name in ALONE),
     (("training", "replicas"), lambda name, replicas: TRAININGS[name].takes(replicas)),
     (("replicas", "zero"), lambda replicas, zero: replicas > zero),
-    (
-        ("training", "expert"),
-        lambda name, expert: expert == 1 or TRAININGS[name].features["experts"],
-    ),
+    (("training", "expert"), lambda name, n: n == 1 or TRAININGS[name].features["experts"]),
     (("replicas", "expert"), lambda replicas, expert: replicas % expert == 0),
     (("training", "schedule", "pipeline", "replicas"), _interleaves),
     (("training", "validation"), _rolls_back),

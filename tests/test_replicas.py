@@ -6,6 +6,7 @@ A reshape during the run keeps the digest. `test_equality_drawn.py` draws more m
 from __future__ import annotations
 
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from tests.runtime.fake_time import emulated_time
 
 STEPS = 6
 RANDOM = {"balancer": RANDOM_MOVES, "every": 1}
+CLIPPED = {"lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5}
+WRITTEN = {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
 
 
 def config(
@@ -54,14 +57,7 @@ def config(
     sections: dict[str, Any] = {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 96, "heads": 2, "sequence": 8, "dropout": 0.1} | model,
-        "train": {
-            "steps": STEPS,
-            "global_batch": 8,
-            "micro_batch": 1,
-            "lr": 1e-2,
-            "warmup": 2,
-            "max_grad_norm": 0.5,
-        },
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 1} | CLIPPED,
         "parallel": {"pipeline": pipeline, "replicas": data, "zero": zero, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": balance or {"balancer": "none"},
@@ -91,11 +87,9 @@ def test_mesh_has_the_digest_of_one_process(pool: Pool) -> None:
 def test_eight_ranks_have_the_same_digest(pool: Pool, zero: int) -> None:
     larger = Pool(8)
     try:
-        same(run(larger, config(4, 2, zero=zero, balance=RANDOM)), reference(pool, 4))
-        same(
-            run(larger, config(4, 2, zero=zero, balance=RANDOM, reshape_at=[[2, 2, 4], [4, 4, 2]])),
-            reference(pool, 4),
-        )
+        for reshape_at in ([], [[2, 2, 4], [4, 4, 2]]):
+            wanted = config(4, 2, zero=zero, balance=RANDOM, reshape_at=reshape_at)
+            same(run(larger, wanted), reference(pool, 4))
     finally:
         larger.close()
 
@@ -133,10 +127,8 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
         wanted["train"]["steps"] = alone["train"]["steps"] = steps
         results = run(pool, wanted)
         assert len({r["digest"] for r in results}) == 1
-        if name == "freezing":
-            assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1], (
-                "something froze before the reshape and behind it"
-            )
+        if name == "freezing":  # before the reshape and behind it
+            assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1]
         # Where the threshold is timed, another run may prune otherwise.
         if options.get("dense_below") != "measured":
             same(results, run(pool, alone)[0])
@@ -146,8 +138,7 @@ def test_cases_decide_the_same_on_every_replica(pool: Pool) -> None:
     ("before", "after"),
     mostly_matrix(
         [
-            ((2, 2, 1), (1, 1, 0)),
-            ((1, 1, 0), (2, 2, 1)),
+            *permutations([(2, 2, 1), (1, 1, 0)]),
             ((1, 4, 1), (1, 2, 1)),
             ((4, 1, 0), (1, 4, 0)),
         ],
@@ -171,21 +162,16 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     ended = resumed(pool, tmp_path, wanted, wanted, stop_after=2)
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     told = list(read(tmp_path / "events.jsonl"))
-    assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [
-        (2, (4, 1), (2, 2)),
-        (5, (2, 2), (1, 4)),
-    ]
+    reshapes = [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)]
+    assert reshapes == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]
     written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
     assert (written.ranks, written.microbatches) == (1, 2)
-    assert all(layer.workspace_bytes > 0 for layer in written.layers), (
-        "no run tells it, but shapes do"
-    )
+    # No run tells it, but shapes do.
+    assert all(layer.workspace_bytes > 0 for layer in written.layers)
 
 
 def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
-    wanted = config(1, 2, groups=2, cases=False) | {
-        "model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}
-    }
+    wanted = config(1, 2, groups=2, cases=False) | WRITTEN
     with pytest.raises(JobFailed, match="buffer 'mean'"):
         run(pool, wanted)
     wanted["parallel"]["replicas"] = 1
@@ -194,9 +180,7 @@ def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
 
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
-    model = model_of(
-        parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}})
-    )
+    model = model_of(parse(WRITTEN))
     pipeline = Engine(
         world,
         model,
@@ -310,14 +294,11 @@ def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) ->
         pool.run("train_in", 2, config=config(1, 2, zero=zero, groups=8), folder=str(folder))
         profiles[zero] = profile_file.read(folder / profile_file.IN_RUN)
     for whole, shared in zip(profiles[0].layers, profiles[1].layers, strict=True):
-        if whole.gradient_bytes:
-            assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, (
-                "but for AdamW's counters"
-            )
+        if whole.gradient_bytes:  # all but AdamW's counters
+            assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100
         assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes
-        assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes, (
-            "of four slots on a replica two wait while the last is summed"
-        )
+        # Of four slots on a replica two wait while the last is summed.
+        assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes
 
 
 def test_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:

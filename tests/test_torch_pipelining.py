@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -69,27 +70,18 @@ def test_csv_written_by_torch_reads_back() -> None:
 
 def test_schedules_of_torch_are_read() -> None:
     # Only the rows are wanted, so these stand for schedules without a process group and stages.
-    settings = SimpleNamespace(
-        pp_group_size=2,
-        n_local_stages=2,
-        _num_stages=4,
-        num_stages=4,
-        _n_microbatches=4,
-        number_of_rounds=2,
-        microbatches_per_round=2,
-    )
+    twos = ("pp_group_size", "n_local_stages", "number_of_rounds", "microbatches_per_round")
+    fours = ("_num_stages", "num_stages", "_n_microbatches")
+    settings = SimpleNamespace(**dict.fromkeys(twos, 2), **dict.fromkeys(fours, 4))
     looped, down_and_up = (0, 1, 0, 1), (0, 1, 1, 0)
     for kind, placement in (
         (ScheduleInterleavedZeroBubble, looped),
         (ScheduleZBVZeroBubble, down_and_up),
         (ScheduleDualPipeV, down_and_up),
     ):
-        rows = [
-            kind._calculate_single_rank_operations(cast(Any, settings), rank) for rank in range(2)
-        ]
-        read = from_torch_csv(
-            "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
-        )
+        make = partial(kind._calculate_single_rank_operations, cast(Any, settings))
+        rows = [["" if cell is None else str(cell) for cell in make(rank)] for rank in range(2)]
+        read = from_torch_csv("\n".join(map(",".join, rows)))
         assert (read.ranks, read.microbatches, read.stage_ranks) == (2, 4, placement)
 
 
@@ -110,13 +102,8 @@ def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dic
     expected = functional.mse_loss(whole(inputs), targets)
     expected.backward()
 
-    own = sorted(
-        {
-            int(cell.split("F")[0])
-            for cell in text.splitlines()[world.rank].split(",")
-            if "F" in cell
-        }
-    )
+    cells = text.splitlines()[world.rank].split(",")
+    own = sorted({int(cell.split("F")[0]) for cell in cells if "F" in cell})
     held = {index: _stage(index) for index in own}
     built = [
         PipelineStage(module, index, stages, torch.device("cpu")) for index, module in held.items()
@@ -163,7 +150,6 @@ def test_torch_runs_our_schedules_with_equal_gradients(pool: Pool, name: str) ->
     text, ranks = to_torch_csv(schedule), schedule.ranks
     given = {"text": text, "stages": schedule.stages, "microbatches": schedule.microbatches}
     results = pool.run("tests.test_torch_pipelining:run_in_torch", ranks, **given)
-    assert [tuple(result["stages"]) for result in results] == [
-        schedule.stages_of(rank) for rank in range(ranks)
-    ]
+    stages = [tuple(result["stages"]) for result in results]
+    assert stages == [schedule.stages_of(rank) for rank in range(ranks)]
     assert [",".join(result["ran"]) for result in results] == text.splitlines()
