@@ -25,13 +25,8 @@ MICROBATCHES = 4
 def trained(world: World, kind: str, **options: Any) -> dynmo.Pipeline:
     """A pipeline after a step, in which each replica has its rows of the batch."""
     replicas = options.get("replicas", 1)
-    pipeline = dynmo.Pipeline(
-        model_of(kind),
-        world,
-        microbatches=MICROBATCHES // replicas,
-        optimizer=dynmo.AdamW(lr=0.01),
-        **options,
-    )
+    options |= {"microbatches": MICROBATCHES // replicas, "optimizer": dynmo.AdamW(lr=0.01)}
+    pipeline = dynmo.Pipeline(model_of(kind), world, **options)
     batch = make_batch(0, padded=False)
     rows = {name: each.chunk(replicas)[world.rank % replicas] for name, each in batch.items()}
     pipeline.step(rows)
@@ -65,9 +60,8 @@ def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, 
         parts = ids.chunk(pipeline.microbatches)
         with torch.no_grad():
             seen["logits"] = torch.equal(out, torch.cat([plain(part).logits for part in parts]))
-    again = dynmo.Pipeline(
-        from_pretrained(folder), world, microbatches=MICROBATCHES, schedule="1f1b"
-    )
+    model = from_pretrained(folder)
+    again = dynmo.Pipeline(model, world, microbatches=MICROBATCHES, schedule="1f1b")
     seen["again"] = equal(again.state_dict(everywhere=True), state)
     seen["goes on"] = pipeline.step(make_batch(1, padded=False)).loss > 0
     return seen

@@ -15,6 +15,7 @@ import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.models.huggingface.adapter_files import WEIGHTS
+from tests.huggingface.jobs import equal
 from tests.models.huggingface import adapter_jobs
 from tests.models.huggingface.saved_models import folder_of
 from tests.models.huggingface.small import make_batch
@@ -51,9 +52,7 @@ def test_peft_loads_what_a_pipeline_has(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_ranks_that_change_and_runs_that_go_on_save_the_same(
-    pool: Pool, base: Path, tmp_path: Path
-) -> None:
+def test_changed_and_resumed_runs_save_the_same(pool: Pool, base: Path, tmp_path: Path) -> None:
     runs = {
         "alone": (1, {"checkpoints": "saved"}),
         "changing": (3, {"meshes": [[1, 2, 1], [3, 3, 1]]}),
@@ -65,21 +64,18 @@ def test_ranks_that_change_and_runs_that_go_on_save_the_same(
         given = {**options, **paths, "base": str(base), "folder": str(tmp_path / name)}
         found[name] = [told for told in pool.run(EXPORT, ranks, **given) if told]
     assert len({told["weights"] for tolds in found.values() for told in tolds}) == 1
-    files = {name: load_file(tmp_path / name / WEIGHTS) for name in runs}
-    for name in runs:
-        assert files[name].keys() == files["alone"].keys()
-        assert all(torch.equal(files[name][key], files["alone"][key]) for key in files["alone"])
+    first, *others = (load_file(tmp_path / name / WEIGHTS) for name in runs)
+    assert all(equal(other, first) for other in others)
 
 
 def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(adapter_jobs.model_of(str(base)), world, microbatches=4)
         save_pretrained(pipeline, tmp_path / "adapters")
-    wider = config("llama", intermediate_size=64)
-    with pytest.raises(ConfigError, match=r"adapters of another base .*down_proj.*\[4, 48\]"):
-        from_pretrained(wider, lora=tmp_path / "adapters")
-    with pytest.raises(ConfigError, match="adapters of another base"):
-        from_pretrained(config("llama", num_hidden_layers=2), lora=tmp_path / "adapters")
+    others = {"intermediate_size": 64}, {"num_hidden_layers": 2}
+    for other, message in zip(others, (r" .*down_proj.*\[4, 48\]", ""), strict=True):
+        with pytest.raises(ConfigError, match=f"adapters of another base{message}"):
+            from_pretrained(config("llama", **other), lora=tmp_path / "adapters")
     (tmp_path / "adapters" / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=f"has no {WEIGHTS}"):
         from_pretrained(base, lora=tmp_path / "adapters")

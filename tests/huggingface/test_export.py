@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
 from tests.combinations import mostly_matrix
 from tests.full_disk import full_at
-from tests.huggingface.jobs import MICROBATCHES, plain_of, trained
+from tests.huggingface.jobs import MICROBATCHES, equal, plain_of, trained
 from tests.models.huggingface.tiny import model_of
 from tests.pool import Pool
 
@@ -40,13 +39,6 @@ MESHES: dict[str, Any] = {
 MESHES["zero, bfloat16"] = MESHES["zero"] | MESHES["bfloat16"] | {"ranks": 4}
 KINDS = ("mixtral", "llama", "gemma", "gpt2", "qwen3_moe", "gpt_oss")
 EVERYDAY = [("gpt2", "1 rank"), ("mixtral", "zb-v")]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with dynmo.init(device="cpu") as world:
-        assert isinstance(world, World)
-        yield world
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +56,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "mesh"), mostly_matrix(product(KINDS, MESHES), EVERYDAY))
-def test_transformers_loads_the_weights_of_any_mesh(
-    pool: Pool, tmp_path: Path, kind: str, mesh: str
-) -> None:
+def test_transformers_loads_any_mesh(pool: Pool, tmp_path: Path, kind: str, mesh: str) -> None:
     """Names, shapes and values are those of transformers' own `save_pretrained`."""
     options = dict(MESHES[mesh])
     ranks = options.pop("ranks")
@@ -75,9 +65,8 @@ def test_transformers_loads_the_weights_of_any_mesh(
         assert seen["keys"] == []
         assert all(value for key, value in seen.items() if key != "keys")
     plain_of(str(folder)).save_pretrained(again)
-    ours, theirs = weights(folder), weights(again)
-    assert {k: t.shape for k, t in ours.items()} == {k: t.shape for k, t in theirs.items()}
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours = weights(folder)
+    assert equal(ours, weights(again))
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text()) == json.loads((again / name).read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -97,9 +86,8 @@ def test_transformers_loads_the_weights_of_any_mesh(
 
 def test_weights_get_the_type_that_is_asked_for(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     save_pretrained(pipeline, tmp_path, dtype="bfloat16")
-    state, saved = pipeline.state_dict(), weights(tmp_path)
-    assert state.keys() == saved.keys()
-    assert all(torch.equal(saved[key], state[key].to(torch.bfloat16)) for key in saved)
+    state = {name: each.to(torch.bfloat16) for name, each in pipeline.state_dict().items()}
+    assert equal(weights(tmp_path), state)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -111,16 +99,14 @@ def test_what_a_model_keeps_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch)
     assert {key for key, each in shapes.items() if each.dtype == torch.float32} == {norm}
 
 
-def test_files_beside_the_model_stay_and_old_weights_go(
-    pipeline: dynmo.Pipeline, tmp_path: Path
-) -> None:
+def test_files_stay_and_old_weights_go(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
-    for name in (*stale, "README.md", "model.safetensors", "config.json"):
+    names = (*stale, "README.md", "model.safetensors", "config.json")
+    for name in names:
         (tmp_path / name).write_text("before")
     with full_at(0), pytest.raises(RunError, match=r"No space left .* are as before"):
         save_pretrained(pipeline, tmp_path)
-    assert {*files(tmp_path).values()} == {b"before"}
-    assert len(files(tmp_path)) == 5
+    assert files(tmp_path) == dict.fromkeys(names, b"before")
     save_pretrained(pipeline, tmp_path)
     left = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     assert {*files(tmp_path)} == left
@@ -128,9 +114,7 @@ def test_files_beside_the_model_stay_and_old_weights_go(
     assert weights(tmp_path).keys() == pipeline.state_dict().keys()
 
 
-def test_tokenizer_and_generation_config_are_copied(
-    world: World, pipeline: dynmo.Pipeline, tmp_path: Path
-) -> None:
+def test_other_files_are_copied(world: World, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "tuned"
     save_pretrained(pipeline, source)
     beside = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.jinja")
@@ -138,12 +122,8 @@ def test_tokenizer_and_generation_config_are_copied(
         (source / name).write_text('{"max_length": 7}')
     tuned = dynmo.Pipeline(from_pretrained(source), world, microbatches=MICROBATCHES)
     save_pretrained(tuned, folder)
-    assert {*files(folder)} == {
-        *beside,
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
+    written = ("config.json", "generation_config.json", "model.safetensors")
+    assert {*files(folder)} == {*beside, *written}
     assert (folder / "generation_config.json").read_text() == '{"max_length": 7}'
 
 
@@ -169,32 +149,26 @@ def test_a_rank_that_fails_fails_all(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(f"{JOBS}save_on_a_full_disk", 2, folder=str(folder), files=files)
     assert one == other
     for said, (_, full) in zip(one, files, strict=True):
-        assert re.fullmatch(
-            rf"\S+ could not be written \(rank {full}: No space left on device\); the files of "
-            r"\S+ are as before",
-            said,
-        )
+        reason = rf"\(rank {full}: No space left on device\)"
+        wanted = rf"\S+ could not be written {reason}; the files of \S+ are as before"
+        assert re.fullmatch(wanted, said)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_no_folder(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
+def test_bad_calls_are_refused(world: World, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunError, match="file is a file; give a folder"):
-        save_pretrained(pipeline, tmp_path / "file")
-    with pytest.raises(RunError, match="Not a directory"):
-        save_pretrained(pipeline, tmp_path / "file" / "model")
-    assert files(tmp_path) == {"file": b"mine"}
-
-
-def test_other_models_and_types_are_refused(
-    world: World, pipeline: dynmo.Pipeline, tmp_path: Path
-) -> None:
     own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
-    with pytest.raises(ConfigError, match="not one of transformers; make it with"):
-        save_pretrained(dynmo.Pipeline(own, world, microbatches=2), tmp_path)
-    with pytest.raises(ConfigError, match="dtype = 'int8'; known are float32"):
-        save_pretrained(pipeline, tmp_path, dtype="int8")
-    assert files(tmp_path) == {}
+    other = dynmo.Pipeline(own, world, microbatches=2)
+    calls: list[tuple[dynmo.Pipeline, str, dict[str, Any], str]] = [
+        (pipeline, "file", {}, "file is a file; give a folder"),
+        (pipeline, "file/model", {}, "Not a directory"),
+        (other, "", {}, "not one of transformers; make it with"),
+        (pipeline, "", {"dtype": "int8"}, "dtype = 'int8'; known are float32"),
+    ]
+    for each, name, options, message in calls:
+        with pytest.raises((ConfigError, RunError), match=message):
+            save_pretrained(each, tmp_path / name, **options)
+    assert files(tmp_path) == {"file": b"mine"}
 
 
 def test_tensors_of_any_type_are_written_in_any_order(tmp_path: Path) -> None:
@@ -209,9 +183,7 @@ def test_tensors_of_any_type_are_written_in_any_order(tmp_path: Path) -> None:
     with TensorFile(path, {name: each.to("meta") for name, each in tensors.items()}) as file:
         for name, each in tensors.items():
             file.write({name: each})
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert equal(load_file(path), tensors)
 
 
 def test_a_file_lacks_nothing_of_its_header(tmp_path: Path) -> None:

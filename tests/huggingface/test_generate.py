@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.pool import Pool
 
 JOBS = "tests.huggingface.jobs:"
 PAD, NEW = 0, 6
+IDS = torch.ones(2, dtype=torch.int64)
 RUNS: list[tuple[int, str, bool, dict[str, Any]]] = [
     (2, "llama", False, {"schedule": "zb-v"}),
     (2, "mixtral", True, {"schedule": "1f1b", "replicas": 2}),
@@ -31,13 +31,6 @@ RUNS: list[tuple[int, str, bool, dict[str, Any]]] = [
     (2, "gemma", True, {"schedule": "1f1b"}),
     (1, "bloom", True, {"schedule": "1f1b"}),
 ]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with dynmo.init(device="cpu") as world:
-        assert isinstance(world, World)
-        yield world
 
 
 def prompt(padded: bool = False) -> Tensor:
@@ -100,14 +93,15 @@ def test_what_cannot_be_continued_is_refused(world: World) -> None:
     pipeline = dynmo.Pipeline(model_of(), world, microbatches=2)
     with pytest.raises(ConfigError, match=r"no tokenizer .* made of a config\); give token ids"):
         generate(pipeline, "text")
-    wrong: list[Any] = [torch.ones(3), torch.ones(1, 1, 1, dtype=torch.int64), [1, 2]]
-    for ids in wrong:
-        with pytest.raises(InputError, match="takes a text, or token ids"):
+    wrong: list[tuple[Any, str]] = [
+        *((ids, "takes a text, or token ids") for ids in (torch.ones(3), IDS[None, None], [1, 2])),
+        (IDS[:, None][:, :0], "one token at least"),
+    ]
+    for ids, message in wrong:
+        with pytest.raises(InputError, match=message):
             generate(pipeline, ids)
-    with pytest.raises(InputError, match="one token at least"):
-        generate(pipeline, torch.ones(2, 0, dtype=torch.int64))
     with pytest.raises(InputError, match="max_new_tokens = 0; give 1 or more"):
-        generate(pipeline, torch.ones(2, dtype=torch.int64), max_new_tokens=0)
+        generate(pipeline, IDS, max_new_tokens=0)
     own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
     with pytest.raises(ConfigError, match="generate: the pipeline's model is not one of"):
-        generate(dynmo.Pipeline(own, world, microbatches=2), torch.ones(2, dtype=torch.int64))
+        generate(dynmo.Pipeline(own, world, microbatches=2), IDS)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-
-def _model(*middle: nn.Module) -> list[nn.Module]:
-    return [nn.Embedding(256, 8), *middle, nn.Linear(8, 256)]
+from tests.models.lined import Lined, between
 
 
 def _factories(*middle: Callable[[], nn.Module]) -> list[Callable[[], nn.Module]]:
@@ -34,7 +32,7 @@ class Shared(nn.Module):
 
 
 def shared() -> list[nn.Module]:
-    return _model(Shared(), Shared(), Shared())
+    return between(Shared(), Shared(), Shared())
 
 
 class Attributes(nn.Module):
@@ -93,11 +91,11 @@ class Passed(nn.Module):
 
 
 def many() -> list[nn.Module]:
-    return _model(Spread(40), Passed(), Sum(), Spread(2), Sum())
+    return between(Spread(40), Passed(), Sum(), Spread(2), Sum())
 
 
 def too_many() -> list[nn.Module]:
-    return _model(Spread(5000), Sum())
+    return between(Spread(5000), Sum())
 
 
 class Kinds(nn.Module):
@@ -109,26 +107,10 @@ class Kinds(nn.Module):
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         if not others:
-            dtypes = (
-                torch.int16,
-                torch.uint8,
-                torch.uint16,
-                torch.uint32,
-                torch.int8,
-                torch.int32,
-                torch.float16,
-                torch.bfloat16,
-            )
-            numbers = [(x[0, 0] * 3).abs().to(dtype) for dtype in dtypes]
-            others = (
-                x > 0,
-                x.mean(),
-                x[:0],
-                x[:, :0].double(),
-                x.double()[0].t(),
-                torch.tensor(2),
-                *numbers,
-            )
+            kinds = "int16 uint8 uint16 uint32 int8 int32 float16 bfloat16"
+            numbers = [(x[0, 0] * 3).abs().to(getattr(torch, kind)) for kind in kinds.split()]
+            parts = (x[:0], x[:, :0].double(), x.double()[0].t())
+            others = (x > 0, x.mean(), *parts, torch.tensor(2), *numbers)
         y = x + self.linear(x).masked_fill(others[0], 0.0) * others[1]
         return (
             y + sum(other.float().sum() for other in others) * 0.01 if self.ends else (y, *others)
@@ -136,7 +118,7 @@ class Kinds(nn.Module):
 
 
 def kinds() -> list[nn.Module]:
-    return _model(Kinds(), Kinds(), Kinds(), Kinds(True))
+    return between(Kinds(), Kinds(), Kinds(), Kinds(True))
 
 
 class Taped(nn.Module):
@@ -151,35 +133,27 @@ class Taped(nn.Module):
 
 
 def tapes() -> list[nn.Module]:
-    return _model(
+    return between(
         Taped(nn.Linear(8, 8)), Taped([1]), Taped(None), Taped(nn.Parameter(torch.ones(2)))
     )
 
 
-class Doubled(nn.Module):
+class Doubled(Lined):
     """Calls a linear with a weight that is made from its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
 
 
-class Mapped(nn.Module):
+class Mapped(Lined):
     """Calls a linear under a transformation of torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.vmap(self.linear)(x)
 
 
 def transformed() -> list[nn.Module]:
-    return _model(Doubled(), Mapped(), Doubled())
+    return between(Doubled(), Mapped(), Doubled())
 
 
 class _Gate(torch.autograd.Function):
@@ -207,12 +181,8 @@ class Containers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict(
-            {
-                "norm": nn.LayerNorm(8),
-                "line": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-            }
-        )
+        line = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.parts = nn.ModuleDict({"norm": nn.LayerNorm(8), "line": line})
         self.lines = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
         self.gates = nn.ParameterList([torch.randn(8), torch.randn(())])
         self.lines[0].register_forward_hook(_raised)
@@ -239,26 +209,22 @@ class Same(nn.Module):
 
 
 def containers() -> list[nn.Module]:
-    return _model(Containers(), Same(), Containers(), Same())
+    return between(Containers(), Same(), Containers(), Same())
 
 
 def encoders() -> list[nn.Module]:
-    return _model(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
+    return between(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
 
 
-class ByItself(nn.Module):
+class ByItself(Lined):
     """Uses the weight of a linear without the linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.linear(x), self.linear.weight)
 
 
 def by_itself() -> list[nn.Module]:
-    return _model(ByItself(), ByItself())
+    return between(ByItself(), ByItself())
 
 
 class Counting(nn.Module):
@@ -274,7 +240,7 @@ class Counting(nn.Module):
 
 
 def counting() -> list[nn.Module]:
-    return _model(Counting(), Counting())
+    return between(Counting(), Counting())
 
 
 def eighths() -> list[nn.Module]:
@@ -282,7 +248,7 @@ def eighths() -> list[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).to(torch.float8_e5m2)
 
-    return _model(Low(8, 8))
+    return between(Low(8, 8))
 
 
 def sparse() -> list[nn.Module]:
@@ -290,10 +256,10 @@ def sparse() -> list[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).to_sparse()
 
-    return _model(Sparse(8, 8))
+    return between(Sparse(8, 8))
 
 
 def scripted() -> list[nn.Module]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _model(torch.jit.script(nn.Linear(8, 8)))
+        return between(torch.jit.script(nn.Linear(8, 8)))

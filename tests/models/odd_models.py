@@ -9,26 +9,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.lined import Lined, between
 
-class Do(nn.Module):
+
+class Do(Lined):
     """A linear, and what `do` makes of its output."""
 
-    def __init__(self, do: Callable[[Tensor], object], width: int = 8) -> None:
+    def __init__(self, do: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.linear, self._do = nn.Linear(8, width), do
+        self._do = do
 
     def forward(self, x: Tensor) -> object:
         return self._do(self.linear(x))
 
 
-class Table(nn.Module):
+class Table(Lined):
     """A buffer in columns, whose sum is rounded otherwise in rows."""
 
     table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("table", torch.randn(8, 640).t() * 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,10 +74,8 @@ class InPlace(nn.Module):
         self.first, self.second, self._inplace = nn.Linear(8, 16), nn.Linear(16, 8), inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(
-            self.second(functional.relu(self.first(x), inplace=self._inplace)),
-            inplace=self._inplace,
-        )
+        y = functional.relu(self.first(x), inplace=self._inplace)
+        return functional.relu(self.second(y), inplace=self._inplace)
 
 
 class OwnNorm(nn.Module):
@@ -131,27 +130,22 @@ class Counting(nn.Module):
         return x + y * (1 + 0.1 * self.calls * self._reads)
 
 
-class Normed(nn.Module):
-    """A residual block around a norm. The norm takes [tokens, features], or images of them."""
+class Normed(Lined):
+    """A residual block around a norm. The norm takes rows of a shape."""
 
-    def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, norm: nn.Module, *shape: int, checkpointed: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.norm = norm
-        self._image = image
+        self._shape = shape or (8,)
         self._checkpointed = checkpointed
 
     def _normed(self, x: Tensor) -> Tensor:
-        return self.norm(x.reshape(-1, 8, 2, 2) if self._image else x.reshape(-1, 8)).reshape(
-            x.shape
-        )
+        return self.norm(x.reshape(-1, *self._shape)).reshape(x.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
+        y, run = self.linear(x), self._normed
         return x + torch.tanh(
-            checkpoint(self._normed, y, use_reentrant=False)
-            if self._checkpointed
-            else self._normed(y)
+            checkpoint(run, y, use_reentrant=False) if self._checkpointed else run(y)
         )
 
 
@@ -200,68 +194,53 @@ class Exit(nn.Module):
         return self.logits(x)
 
 
-def _model(*middle: nn.Module) -> list[nn.Module]:
-    return [nn.Embedding(256, 8), *middle, nn.Linear(8, 256)]
-
-
 def columns() -> list[nn.Module]:
-    return _model(nn.Linear(8, 8), Columns(), Centred(), nn.Linear(8, 8), Columns(), Centred())
+    return between(nn.Linear(8, 8), Columns(), Centred(), nn.Linear(8, 8), Columns(), Centred())
 
 
 def table() -> list[nn.Module]:
-    return _model(Table(), Table(), Table())
+    return between(Table(), Table(), Table())
 
 
 def energy() -> list[nn.Module]:
-    return _model(Energy(True), Energy(False), Energy(True))
+    return between(Energy(True), Energy(False), Energy(True))
 
 
 def spectral() -> list[nn.Module]:
     """Buffers that each forward writes to, and reads."""
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
-    return _model(
-        *norms,
-        nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8))),
-        nn.Linear(8, 8),
-    )
+    flat = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8)))
+    return between(*norms, flat, nn.Linear(8, 8))
 
 
 def statistics() -> list[nn.Module]:
     """All kinds of running statistics."""
-    norms = [
-        Normed(nn.BatchNorm1d(8)),
-        Normed(nn.BatchNorm2d(8), image=True),
-        Normed(OwnNorm()),
-        Normed(nn.BatchNorm1d(8, momentum=None)),
-    ]
-    return _model(*norms, Unversioned())
+    images = Normed(nn.BatchNorm2d(8), 8, 2, 2)
+    flat = map(Normed, (OwnNorm(), nn.BatchNorm1d(8, momentum=None)))
+    return between(Normed(nn.BatchNorm1d(8)), images, *flat, Unversioned())
 
 
 def own_norm() -> list[nn.Module]:
-    return _model(Normed(OwnNorm()))
+    return between(Normed(OwnNorm()))
 
 
 def checkpointed() -> list[nn.Module]:
     """Layers whose backward runs parts of them again, which write to buffers."""
-    spectral_norm = nn.utils.parametrizations.spectral_norm
-    return _model(
-        *(
-            Normed(norm, checkpointed=True)
-            for norm in (nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), OwnNorm())
-        )
-    )
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    norms = (nn.BatchNorm1d(8), spectral, OwnNorm())
+    return between(*(Normed(norm, checkpointed=True) for norm in norms))
 
 
 def counting() -> list[nn.Module]:
-    return _model(Counting(True))
+    return between(Counting(True))
 
 
 def caching() -> list[nn.Module]:
-    return _model(Counting(False), Counting(False))
+    return between(Counting(False), Counting(False))
 
 
 def recurrent() -> list[nn.Module]:
-    return _model(*map(Recurrent, (nn.LSTM, nn.GRU, nn.RNN)))
+    return between(*map(Recurrent, (nn.LSTM, nn.GRU, nn.RNN)))
 
 
 def _masked(logits: Tensor, targets: Tensor) -> Tensor:
@@ -274,40 +253,34 @@ def rewriting() -> tuple[list[nn.Module], object]:
 
 
 def copying() -> tuple[list[nn.Module], object]:
-    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit()], lambda y, targets: _masked(
-        y, targets.clone()
-    )
+    layers = [Entry(), *(Rewriting(False) for _ in range(3)), Exit()]
+    return layers, lambda y, targets: _masked(y, targets.clone())
 
 
 def rectified() -> list[nn.Module]:
     """Layers that only work in place."""
-    return _model(
-        nn.Linear(8, 8),
-        nn.ReLU(inplace=True),
-        nn.Linear(8, 8),
-        nn.Dropout(0.1, inplace=True),
-        nn.Hardtanh(inplace=True),
-    )
+    last = nn.Dropout(0.1, inplace=True), nn.Hardtanh(inplace=True)
+    return between(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), *last)
 
 
 def in_place() -> list[nn.Module]:
-    return _model(InPlace(True), InPlace(True))
+    return between(InPlace(True), InPlace(True))
 
 
 def not_in_place() -> list[nn.Module]:
-    return _model(InPlace(False), InPlace(False))
+    return between(InPlace(False), InPlace(False))
 
 
 def a_dict() -> list[nn.Module]:
-    return _model(Do(lambda y: {"y": y}))
+    return between(Do(lambda y: {"y": y}))
 
 
 def with_none() -> list[nn.Module]:
-    return _model(Do(lambda y: (y, None)))
+    return between(Do(lambda y: (y, None)))
 
 
 def complex_between() -> list[nn.Module]:
-    return _model(Do(torch.fft.rfft), Do(torch.real, 8))
+    return between(Do(torch.fft.rfft), Do(torch.real))
 
 
 def writes_to_the_batch() -> list[nn.Module]:
@@ -334,11 +307,11 @@ def writes_late() -> list[nn.Module]:
 
 
 def no_graph() -> tuple[list[nn.Module], object]:
-    return _model(nn.Linear(8, 8)), lambda y, targets: y.detach().mean()
+    return between(nn.Linear(8, 8)), lambda y, targets: y.detach().mean()
 
 
 def no_tensor() -> tuple[list[nn.Module], object]:
-    return _model(nn.Linear(8, 8)), lambda y, targets: y.mean().item()
+    return between(nn.Linear(8, 8)), lambda y, targets: y.mean().item()
 
 
 def renormalised() -> list[nn.Module]:
@@ -348,23 +321,22 @@ def renormalised() -> list[nn.Module]:
 def narrow() -> list[nn.Module]:
     layer = nn.Linear(8, 8)
     layer.register_buffer("seen", torch.arange(4).to(torch.uint16))
-    return _model(layer, nn.Linear(8, 8))
+    return between(layer, nn.Linear(8, 8))
 
 
 def eighths() -> list[nn.Module]:
     layer = nn.Linear(8, 8)
     layer.register_buffer("seen", torch.zeros(4).to(torch.float8_e5m2))
-    return _model(layer)
+    return between(layer)
 
 
-class Averaged(nn.Module):
+class Averaged(Lined):
     """A buffer follows the weight in place, and B needs it as F found it."""
 
     average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("average", self.linear.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -374,4 +346,4 @@ class Averaged(nn.Module):
 
 
 def averaged() -> list[nn.Module]:
-    return _model(Averaged(), Averaged())
+    return between(Averaged(), Averaged())

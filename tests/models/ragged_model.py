@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models.lined import Lined
+
 
 class DropPadding(nn.Module):
     """[batch, sequence] ids -> the tokens that count, and their places."""
@@ -21,14 +23,10 @@ class DropPadding(nn.Module):
         return self.tokens(ids.flatten()[places]), places
 
 
-class Mix(nn.Module):
+class Mix(Lined):
     """A linear on the tokens that are left."""
 
     varying_shapes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         return x + torch.tanh(self.linear(x)), places
@@ -40,11 +38,7 @@ class Undeclared(Mix):
     varying_shapes = False
 
 
-class Out(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 256)
-
+class Out(Lined):
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x), places
 
@@ -58,8 +52,8 @@ def _loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 
 def ragged() -> tuple[list[nn.Module], object]:
-    return [DropPadding(), Mix(), Mix(), Mix(), Out()], _loss
+    return [DropPadding(), Mix(), Mix(), Mix(), Out(256)], _loss
 
 
 def undeclared() -> tuple[list[nn.Module], object]:
-    return [DropPadding(), Undeclared(), Undeclared(), Undeclared(), Out()], _loss
+    return [DropPadding(), Undeclared(), Undeclared(), Undeclared(), Out(256)], _loss

@@ -13,7 +13,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.config import Config, parse
+from dynmo.config import Config
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
 from dynmo.train.setup import model_of
 from tests.models import plain_blocks as plain
@@ -218,21 +218,17 @@ WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     sequence, blocks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    return config_of(
-        draw(st.sampled_from(["mlp", "bce"])),
-        sequence,
-        capacity=max(draw(st.sampled_from([0.2, 0.5, 0.75, 1.0])), 0.5 / sequence),
-        blocks=blocks,
-        heads=draw(st.integers(1, 2)),
-        every=min(draw(st.integers(1, 2)), blocks),
-    )
+    kind, heads = draw(st.sampled_from(["mlp", "bce"])), draw(st.integers(1, 2))
+    capacity = max(draw(st.sampled_from([0.2, 0.5, 0.75, 1.0])), 0.5 / sequence)
+    every = min(draw(st.integers(1, 2)), blocks)
+    return config_of(kind, sequence, capacity, blocks, heads, every=every)
 
 
 @example(config_of("mlp", sequence=1, every=1), "evaluation", 1, 0)
+@example(config_of("mlp", capacity=1.0, every=1), "training", 2, 0)
+@example(config_of("mlp", every=2), "training", 2, 0)  # the first block is one of a GPT
 @given(configs(), st.sampled_from(sorted(WAYS)), st.integers(1, 2), st.integers(0, 999))
-def test_any_shape_equals_a_token_by_token_reference(
-    config: Config, way: str, batch: int, seed: int
-) -> None:
+def test_modules_equal_the_slow_pass(config: Config, way: str, batch: int, seed: int) -> None:
     try:
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
     except plain.TooCloseError:
@@ -240,10 +236,11 @@ def test_any_shape_equals_a_token_by_token_reference(
 
 
 @pytest.mark.parametrize(
-    ("predictor", "way"), [("bce", "training"), ("mlp", "by threshold"), ("mlp", "evaluation")]
+    ("predictor", "way"),
+    [("bce", "training"), *(("mlp", way) for way in ("training", "by threshold", "evaluation"))],
 )
 def test_configured_share_of_tokens_is_selected(predictor: str, way: str) -> None:
-    config = config_of(predictor, every=1)
+    config = config_of(predictor, every=1, predictor_weight=0.25)
     routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
     assert len(routing.selected) == 2
     for taken in routing.selected:
@@ -269,92 +266,7 @@ def test_predictor_may_select_zero_one_or_all_tokens(count: int, way: str) -> No
     assert len(routing.selected[0]) == count
 
 
-def test_full_capacity_with_unit_weights_is_a_plain_gpt() -> None:
-    config = config_of("mlp", capacity=1.0, every=1)
-    modules, (ids, targets) = build(config), drawn(config, 2)
-    tokens = {(row, t) for row in range(2) for t in range(6)}
-    assert compare(config, modules, ids, targets).selected == [tokens] * 2
-    for router in routers(modules):
-        ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
-        router.weight.forward = ones
-    gpt = model_of(parse({"model": config.model.model_dump()}))
-    out: Any = ids
-    for module, other in zip(gpt.build(range(gpt.layers)), modules, strict=True):
-        state = {k: t for k, t in other.state_dict().items() if not k.startswith("router")}
-        module.double().load_state_dict(state)
-        out = module(out)
-    torch.testing.assert_close(run(config, modules, ids, targets)[0], gpt.loss(out, targets))
-
-
 # -- the parts -------------------------------------------------------------------------------------
-
-
-def loss_gradients(predictor: str, weight: float, by_threshold: bool) -> dict[str, Tensor]:
-    config = config_of(predictor, every=1, predictor_weight=weight)
-    modules = build(config, by_threshold=by_threshold)
-    return plain.gradients(modules, run(config, modules, *drawn(config, 2))[0])
-
-
-@pytest.mark.parametrize("by_threshold", [False, True])
-def test_predictor_loss_trains_the_predictor_only(by_threshold: bool) -> None:
-    without, with_loss = (loss_gradients("mlp", weight, by_threshold) for weight in (0.0, 0.5))
-    for name in without:
-        if ".predictor." in name:
-            assert not without[name].any()
-            assert with_loss[name].any()
-        else:
-            assert torch.equal(without[name], with_loss[name]), name
-
-
-def test_router_loss_trains_the_layers_before_it() -> None:
-    without, with_loss = (loss_gradients("bce", weight, False) for weight in (0.0, 0.5))
-    different = {name for name in without if not torch.equal(without[name], with_loss[name])}
-    assert {"0.tokens.weight", "1.router.weight.weight", "3.router.weight.weight"} <= different
-    last = ("4.", "5.")  # behind the last router
-    assert not {name for name in different if name.startswith(last)}
-
-
-def test_selected_tokens_keep_their_positions() -> None:
-    """Attention between selected tokens depends on their distance."""
-    config = config_of("mlp", blocks=1, every=1)
-    modules, added = build(config), []
-    half: Any = modules[1]
-    x = torch.randn(1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pair = x[0, :2]
-    for places in ([0, 1], [3, 4], [0, 5]):
-        stream = x.clone()
-        stream[0, places] = pair
-        half.router._best = lambda *_, places=places: torch.tensor(places)
-        added.append(half(stream)[1])
-    torch.testing.assert_close(added[0], added[1], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(added[0][0], added[2][0], rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(added[0][1], added[2][1], atol=1e-4)
-
-
-def test_selection_does_not_depend_on_other_rows() -> None:
-    config = config_of("mlp", capacity=0.34, every=1)
-    modules = build(config)
-    ids, targets = drawn(config, 3)
-    together = run(config, modules, ids, targets)[1]
-    for row in range(3):
-        alone = run(config, modules, ids[row : row + 1], targets[row : row + 1])[1]
-        assert alone == [{(0, t) for r, t in taken if r == row} for taken in together]
-
-
-def test_evaluation_sees_no_later_token() -> None:
-    config = config_of("mlp", every=1)
-    modules = build(config, training=False)
-    ids, _ = drawn(config, 2)
-    different = ids.clone()
-    different[:, 4] = (ids[:, 4] + 1) % 40
-    results: list[Tensor] = []
-    for inputs in (ids, different):
-        out: Any = inputs
-        for module in modules:
-            out = module(*out) if isinstance(out, tuple) else module(out)
-        results.append(out)
-    torch.testing.assert_close(results[0][:, :4], results[1][:, :4])
-    assert not torch.allclose(results[0][:, 4], results[1][:, 4])
 
 
 @given(st.floats(0.001, 1), st.integers(1, 300))

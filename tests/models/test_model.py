@@ -18,6 +18,12 @@ from dynmo.train.setup import model_of
 from tests.models import user_model
 
 HERE = "python:tests.models.user_model:"
+GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
+LOGITS, TARGETS = torch.randn(3, 256), torch.tensor([0, 5, 200])
+
+
+def weighted() -> torch.Tensor:
+    return functional.cross_entropy(LOGITS, TARGETS, weight=torch.arange(256.0))
 
 
 def load(name: str, seed: int = 0) -> Model:
@@ -30,16 +36,13 @@ def test_own_list_of_layers_is_a_model() -> None:
     assert model.loss is next_token_loss
     built = model.build({1, 3})
     assert [next(x.parameters()).is_meta for x in built] == [True, False, True, False, True]
-    assert [
-        x.fixed.weight.requires_grad for x in built[1:4] if isinstance(x, user_model.Scaled)
-    ] == [False] * 3
+    assert not any(x.get_parameter("fixed.weight").requires_grad for x in built[1:4])
 
 
 def test_own_loss_is_used() -> None:
     model = load(HERE + "with_a_loss")
     assert model.layers == 2
-    logits, targets = torch.randn(3, 256), torch.randint(256, (3,))
-    assert torch.equal(model.loss(logits, targets), user_model.squared(logits, targets))
+    assert torch.equal(model.loss(LOGITS, TARGETS), user_model.squared(LOGITS, TARGETS))
 
 
 def test_rank_runs_only_its_own_factories() -> None:
@@ -50,14 +53,9 @@ def test_rank_runs_only_its_own_factories() -> None:
     built = model.build([2])
     assert [next(x.parameters()).is_meta for x in built] == [True, True, False, True]
     assert user_model.Counted.created == ["cpu"]
-    assert torch.equal(
-        built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight")
-    )
-    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
-    assert torch.equal(
-        model.loss(logits, targets),
-        functional.cross_entropy(logits, targets, weight=torch.arange(256.0)),
-    )
+    one, other = (each[2].get_parameter("weight") for each in (built, model.build([1, 2])))
+    assert torch.equal(one, other)
+    assert torch.equal(model.loss(LOGITS, TARGETS), weighted())
 
 
 @pytest.mark.parametrize("name", ["layers", "weighted"])
@@ -94,36 +92,24 @@ def test_layers_may_compute_in_their_constructor() -> None:
     built = model.build([1])
     assert model.names == ("0.Embedding", "1.Linear", "2.Dropout", "3.Dropout")
     assert [x.p for x in built[2:] if isinstance(x, nn.Dropout)] == [0.0, 0.25]
-    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
-    expected = functional.cross_entropy(logits, targets, weight=torch.arange(256.0))
-    assert torch.equal(model.loss(logits, targets), expected)
+    assert torch.equal(model.loss(LOGITS, TARGETS), weighted())
     torch.set_rng_state(before)
-    model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(
-        range(6)
-    )
+    model_of(parse({"model": GPT})).build(range(6))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_loss_with_tensors_works_on_shapes_alone() -> None:
     model = load(HERE + "with_weights")
     model.build([1])
-    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
     with FakeTensorMode():
         model.build([0, 1])
         assert model.loss(torch.randn(3, 256), torch.zeros(3, dtype=torch.int64)).shape == ()
-    assert torch.equal(
-        model.loss(logits, targets),
-        functional.cross_entropy(logits, targets, weight=torch.arange(256.0)),
-    )
+    assert torch.equal(model.loss(LOGITS, TARGETS), weighted())
 
 
-@pytest.mark.parametrize("kind", ["gpt", HERE + "layers"])
-def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
-    wanted = {
-        "model": {"kind": kind, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
-        if kind == "gpt"
-        else {"kind": kind}
-    }
+@pytest.mark.parametrize("model", [GPT, {"kind": HERE + "layers"}])
+def test_initial_weights_do_not_depend_on_the_placement(model: Any) -> None:
+    wanted: dict[str, Any] = {"model": model}
     model = model_of(parse({**wanted, "seed": 3}))
     whole = [x.state_dict() for x in model.build(range(model.layers))]
     for owned in ([1], [3, 2], range(2)):
@@ -135,11 +121,9 @@ def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
                 else:
                     assert value.is_meta
     other = model_of(parse({**wanted, "seed": 4})).build(range(model.layers))
-    for layer, copy in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
-        ours, theirs = (
-            torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, copy)
-        )
-        assert not torch.equal(ours, theirs), "another seed gives other weights"
+    for pair in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
+        a, b = (torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in pair)
+        assert not torch.equal(a, b), "another seed gives other weights"
 
 
 @pytest.mark.parametrize(
@@ -150,10 +134,7 @@ def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
         ("hooked", "the parameter weight of layer 1 has a hook"),
         ("no_list", r"no_list\(\) must return a list"),
         ("mixed", r"mixed\(\) must return a list"),
-        (
-            "broken_factory",
-            r"making layer 1 raised ValueError: no such width \(user_model.py:\d+\)",
-        ),
+        ("broken_factory", r"layer 1 raised ValueError: no such width \(user_model.py:\d+\)"),
         ("odd_factory", "make layer 1 returned a int"),
         ("empty", r"empty\(\) must return a list"),
         ("not_modules", r"not_modules\(\) must return a list"),
@@ -164,26 +145,19 @@ def test_initial_weights_do_not_depend_on_the_placement(kind: str) -> None:
         ("trained_loss", "the loss has parameters that train"),
         ("number", "tests.models.user_model has no function number"),
         ("missing", "tests.models.user_model has no function missing"),
+        ("python:tests.models.nowhere:layers", "cannot import"),
+        ("python:nowhere.at.all:layers", "cannot import"),
     ],
 )
 def test_unmovable_models_are_refused(name: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        load(HERE + name)
-
-
-@pytest.mark.parametrize(
-    "path", ["python:tests.models.nowhere:layers", "python:nowhere.at.all:layers"]
-)
-def test_missing_module_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="cannot import"):
-        load(path)
+        load(name if ":" in name else HERE + name)
 
 
 def test_next_token_loss_is_the_mean_cross_entropy() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
-    rows = [
-        functional.cross_entropy(logits[i, j], targets[i, j]) for i in range(2) for j in range(3)
-    ]
+    pairs = zip(logits.flatten(0, 1), targets.flatten(), strict=True)
+    rows = [functional.cross_entropy(*pair) for pair in pairs]
     torch.testing.assert_close(next_token_loss(logits, targets), torch.stack(rows).mean())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.models.gpt import FeedForwardHalf
+from tests.models.lined import between
 
 
 class Scaled(nn.Module):
@@ -59,7 +60,7 @@ def squared(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_a_loss() -> tuple[nn.Sequential, object]:
-    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)), squared
+    return nn.Sequential(*between()), squared
 
 
 def weighted() -> tuple[list[nn.Module], nn.Module]:
@@ -69,9 +70,7 @@ def weighted() -> tuple[list[nn.Module], nn.Module]:
 
 
 def with_weights() -> tuple[list[nn.Module], nn.Module]:
-    return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.CrossEntropyLoss(
-        weight=torch.arange(256.0)
-    )
+    return between(), nn.CrossEntropyLoss(weight=torch.arange(256.0))
 
 
 class Counted(nn.Linear):
@@ -109,10 +108,8 @@ def trained_loss() -> tuple[list[nn.Module], nn.Module]:
 
 
 def complex_weight() -> list[nn.Module]:
-    return [
-        nn.Embedding(256, 8),
-        nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
-    ]
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return [nn.Embedding(256, 8), nn.ParameterList([parameter])]
 
 
 def lazy() -> list[nn.Module]:
@@ -174,8 +171,5 @@ number = 3
 
 def halves() -> list[nn.Module]:
     """Layers of a GPT, one class of them."""
-    return [
-        nn.Embedding(256, 32),
-        *(FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)),
-        nn.Linear(32, 256),
-    ]
+    middle = [FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)]
+    return [nn.Embedding(256, 32), *middle, nn.Linear(32, 256)]

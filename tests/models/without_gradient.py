@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.models.lined import Lined, between
+
 HIDDEN = 8
 
 
-class Classes(nn.Module):
+class Classes(Lined):
     """Hands on integers, so nothing flows back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).argmax(-1)
@@ -42,12 +40,8 @@ class Pair(nn.Module):
         return torch.tanh(self.first(x)), self.second(x), ids
 
 
-class Sometimes(nn.Module):
+class Sometimes(Lined):
     """Detaches most microbatches, and all of some steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, ignored: Tensor, ids: Tensor) -> Tensor:
         return self.linear(x if int(ids.sum()) % 6 == 0 else x.detach())
@@ -55,11 +49,4 @@ class Sometimes(nn.Module):
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(3)
-    return [
-        nn.Embedding(256, HIDDEN),
-        Classes(),
-        Lookup(),
-        Pair(),
-        Sometimes(),
-        nn.Linear(HIDDEN, 256),
-    ]
+    return between(Classes(), Lookup(), Pair(), Sometimes())

@@ -12,7 +12,7 @@ import dynmo
 from dynmo.huggingface import save_pretrained
 from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
 from dynmo.runtime.comm.world import World
-from tests.models.huggingface.small import make_batch
+from tests.models.huggingface.small import make_batch, steps_of
 from tests.models.huggingface.tiny import config
 
 STEPS = 4
@@ -33,27 +33,19 @@ def model_of(folder: str | None = None, dropout: float = 0.0, **options: Any) ->
     return from_pretrained(source, lora=lora(lora_dropout=dropout), **options)
 
 
+def pipeline_of(model: HuggingFaceModel, world: World, **options: Any) -> dynmo.Pipeline:
+    options |= {"optimizer": adamw, "max_grad_norm": 1e9}
+    return dynmo.Pipeline(model, world, microbatches=4, **options)
+
+
 def train(
     world: World,
     model: dict[str, Any] | None = None,
     move: tuple[int, ...] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains adapters. Returns losses and digest."""
-    pipeline = dynmo.Pipeline(
-        model_of(**(model or {})),
-        world,
-        microbatches=4,
-        optimizer=adamw,
-        max_grad_norm=1e9,
-        **options,
-    )
-    losses = list[float]()
-    for step in range(STEPS):
-        if step == 2 and move is not None:
-            pipeline.move(move)
-        losses.append(pipeline.step(make_batch(step, padded=False)).loss)
-    return {"losses": losses, "weights": pipeline.digest()}
+    pipeline = pipeline_of(model_of(**(model or {})), world, **options)
+    return steps_of(pipeline, STEPS, False, move)
 
 
 def export(
@@ -66,17 +58,8 @@ def export(
     **options: Any,
 ) -> dict[str, Any]:
     """Trains and saves adapters while ranks change. Ranks that have left return nothing."""
-    pipeline = dynmo.Pipeline(
-        model_of(base, saves_base=False),
-        world,
-        microbatches=4,
-        steps=STEPS,
-        optimizer=adamw,
-        max_grad_norm=1e9,
-        elastic=dynmo.Elastic(reshape_at=meshes or ()),
-        resume=resume,
-        **options,
-    )
+    options |= {"elastic": dynmo.Elastic(reshape_at=meshes or ()), "resume": resume}
+    pipeline = pipeline_of(model_of(base, saves_base=False), world, steps=STEPS, **options)
     while pipeline.steps < STEPS:
         pipeline.adapt()
         if pipeline.left and not pipeline.join():

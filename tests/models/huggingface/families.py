@@ -30,22 +30,14 @@ Outcome = Literal["bits", "other numbers", "refused", "not built"]
 
 @dataclass
 class Family:
-    """What a class of transformers gives as layers.
-
-    Attributes:
-        name: Name of the class.
-        kind: The first model type of the class.
-        outcome: "bits" if logits and gradients are those of transformers, in each batch.
-        blocks: How many blocks are cut into halves, of how many.
-        reason: Why the model is refused, or its blocks are whole.
-        differences: What differs, by the kind of the blocks and of the batch.
-    """
+    """What a class of transformers gives as layers."""
 
     name: str
-    kind: str
-    outcome: Outcome = "bits"
-    blocks: tuple[int, int] = (0, 0)
-    reason: str = ""
+    kind: str  # the first model type of the class
+    outcome: Outcome = "bits"  # of logits and gradients, in each batch
+    blocks: tuple[int, int] = (0, 0)  # how many are cut into halves, of how many
+    reason: str = ""  # why the model is refused, or its blocks are whole
+    # By the kind of the blocks and of the batch.
     differences: dict[tuple[str, str], str] = field(default_factory=dict)
 
 

@@ -36,6 +36,18 @@ def make_batch(step: int, padded: bool) -> dict[str, Tensor]:
     return batch
 
 
+def steps_of(
+    pipeline: dynmo.Pipeline, steps: int, padded: bool, move: tuple[int, ...] | None
+) -> dict[str, Any]:
+    """Trains a few steps, and moves after two. Returns losses and digest."""
+    losses = list[float]()
+    for step in range(steps):
+        if step == 2 and move is not None:
+            pipeline.move(move)
+        losses.append(pipeline.step(make_batch(step, padded)).loss)
+    return {"losses": losses, "weights": pipeline.digest()}
+
+
 def train(
     world: World,
     kind: str = "llama",
@@ -44,12 +56,6 @@ def train(
     move: tuple[int, ...] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains a few steps. Returns losses and digest."""
     model = model_of(kind, **(config or {}))
     pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
-    losses = list[float]()
-    for step in range(3):
-        if step == 2 and move is not None:
-            pipeline.move(move)
-        losses.append(pipeline.step(make_batch(step, padded)).loss)
-    return {"losses": losses, "weights": pipeline.digest()}
+    return steps_of(pipeline, 3, padded, move)

@@ -28,9 +28,8 @@ RUNS: list[dict[str, Any]] = [
 
 def test_adapters_have_the_bits_of_peft_in_one_process() -> None:
     model = model_of()
-    state = {
-        n: t for layer in model.build(range(model.layers)) for n, t in layer.named_parameters()
-    }
+    layers = model.build(range(model.layers))
+    state = {n: t for layer in layers for n, t in layer.named_parameters()}
     plain = AutoModelForCausalLM.from_config(config("llama"))
     plain.load_state_dict({base_name(n): t for n, t in state.items() if not is_adapter(n)})
     inject_adapter_in_model(lora(), plain)
@@ -90,13 +89,9 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
+    model = model_of(float32_adapters=True) if is_kept else model_of()
     with dynmo.init(device="cpu") as world:
-        pipeline = dynmo.Pipeline(
-            model_of(float32_adapters=True) if is_kept else model_of(),
-            world,
-            microbatches=4,
-            precision="bfloat16",
-        )
+        pipeline = dynmo.Pipeline(model, world, microbatches=4, precision="bfloat16")
         pipeline.step(make_batch(0, padded=False))
         for module in pipeline.modules.values():
             for name, parameter in module.named_parameters():

@@ -25,27 +25,18 @@ def write(folder: Path, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        {"quant_method": "gptq", "bits": 4},
-    ],
+    ("method", "key"),
+    [("bitsandbytes", "load_in_4bit"), ("bitsandbytes", "load_in_8bit"), ("gptq", "bits")],
 )
-def test_quantized_weights_are_refused(tmp_path: Path, quantization: dict[str, Any]) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path, method: str, key: str) -> None:
+    quantization = {"quant_method": method, key: 4 if key == "bits" else True}
     write(tmp_path, quantization_config=quantization)
     assert refusal(tmp_path).startswith(f"{tmp_path} has quantized weights")
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"model_type": "own", "auto_map": REMOTE},
-        {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
-    ],
-)
-def test_code_in_the_folder_needs_leave(tmp_path: Path, keys: dict[str, Any]) -> None:
-    write(tmp_path, **keys)
+@pytest.mark.parametrize(("kind", "names"), [("own", [*REMOTE]), ("t5", ["AutoModelForCausalLM"])])
+def test_code_in_the_folder_needs_leave(tmp_path: Path, kind: str, names: list[str]) -> None:
+    write(tmp_path, model_type=kind, auto_map={name: REMOTE[name] for name in names})
     assert refusal(tmp_path) == (
         f"{tmp_path} has Python code that its model needs; read it, and allow it with "
         "trust_remote_code=True (model.trust_remote_code = true)"
@@ -67,12 +58,9 @@ def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", '{"model_type": "unheard-of"}', "{}"])
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    assert refusal(tmp_path).startswith(f"{tmp_path} has no config.json")
     (tmp_path / "config.json").write_text(content)
     assert refusal(tmp_path).startswith(f"{tmp_path}: ")
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path).startswith(f"{tmp_path} has no config.json")
 
 
 def test_weights_are_float32_whatever_the_config_says() -> None:

@@ -27,9 +27,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("padded", "expected"), [(False, 0), (True, 4)])
-def test_a_frame_runs_once_for_each_microbatch(
-    runs: list[int], padded: bool, expected: int
-) -> None:
+def test_a_frame_runs_once_a_microbatch(runs: list[int], padded: bool, expected: int) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(model_of(), world, microbatches=4)
         pipeline.step(make_batch(0, padded))

@@ -13,135 +13,63 @@ from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
 
 VOCABULARY = 96
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
-    "max_position_embeddings": 64,
-    "max_seq_len": 64,
-    # Width.
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "intermediate_size": 48,
-    "shared_intermediate_size": 16,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "intermediate_size_mlp": 48,
-    # Depth.
-    "num_hidden_layers": 3,
-    "n_layers": 3,
-    "encoder_layers": 1,
-    "decoder_layers": 3,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 3,
-    "num_layers_per_stack": 3,
-    # Heads.
-    "num_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 4,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 4,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "swa_v_head_dim": 8,
-    # Experts.
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "router_hidden_size": 16,
-    # Recurrent layers.
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_d_ssm": 64,
-    "ssm_state_size": 8,
-    "state_size": 8,
-    "chunk_size": 8,
-    "n_groups": 1,
-    # Gemma 3n and 4.
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 1,
-    "laurel_rank": 8,
-    "global_head_dim": 8,
-    "sliding_window": 4,
+# Widths, depths, heads and experts by their size.
+_NAMES: dict[int, str] = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    0: "pad_token_id",
+    1: (
+        "bos_token_id encoder_layers num_encoder_layers n_group topk_group num_expert_group "
+        "n_shared_experts mamba_n_groups n_groups num_kv_shared_layers"
+    ),
+    64: "max_position_embeddings max_seq_len mamba_d_ssm",
+    32: "hidden_size n_embd d_model",
+    48: "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_hidden_size intermediate_size_mlp",
+    16: (
+        "shared_intermediate_size q_lora_rank kv_lora_rank moe_intermediate_size "
+        "expert_ffn_hidden_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size router_hidden_size mamba_d_head mamba_head_dim"
+    ),
+    3: "num_hidden_layers n_layers decoder_layers num_decoder_layers num_layers_per_stack",
+    4: (
+        "num_attention_heads encoder_attention_heads decoder_attention_heads "
+        "num_encoder_attention_heads num_decoder_attention_heads rotary_dim index_topk "
+        "swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+        "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads sliding_window"
+    ),
+    2: (
+        "eos_token_id num_key_value_heads index_n_heads swa_num_key_value_heads "
+        "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads"
+    ),
+    8: (
+        "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim index_head_dim swa_head_dim "
+        "swa_v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state "
+        "mamba_chunk_size ssm_state_size state_size chunk_size hidden_size_per_layer_input "
+        "laurel_rank global_head_dim"
+    ),
 }
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+SIZES["is_decoder"] = True
 
 MLA = (
-    "axk1",
-    "axk2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots3_note",
-    "glm4_moe_lite",
-    "dots3_note_text",
-    "glm_moe_dsa",
-    "minicpm3",
-    "youtu",
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite "
+    "glm_moe_dsa minicpm3 youtu"
 )
 
 _VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
 _THREE = ["full_attention"] * 3
 _DOTS = {
     "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
     "num_key_value_heads": 4,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_head_dim": 16,
-    "swa_qk_nope_head_dim": 8,
-    "swa_v_head_dim": 8,
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+    **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
 }
 
 # What a model type needs beside the sizes.
 EXTRA: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4} for kind in MLA},
+    **{kind: {"num_key_value_heads": 4} for kind in MLA.split()},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {
         "layer_types": _THREE,

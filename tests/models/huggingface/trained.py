@@ -21,50 +21,16 @@ SCHEDULES = ("zb-h1", "zb-v")
 Trained = tuple[list[float], dict[str, Tensor]]
 """The loss of each step, and the weights after the last one."""
 
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, **_LLAMA3}
+_KINDS = (
+    "llama cohere deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite mistral "
+    "mixtral olmo2 opt phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2"
+)
 # Model type, and values of its config.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-tied": (
-        "llama",
-        {
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    **{
-        kind: (kind, {})
-        for kind in (
-            "cohere",
-            "deepseek_v3",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4",
-            "gpt2",
-            "gpt_neox",
-            "gpt_oss",
-            "granite",
-            "mistral",
-            "mixtral",
-            "olmo2",
-            "opt",
-            "phi",
-            "phi3",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "smollm3",
-            "stablelm",
-            "starcoder2",
-        )
-    },
+    **{kind: (kind, {}) for kind in _KINDS.split()},
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": _ROPE}),
 }
 
 
@@ -92,14 +58,9 @@ def train(world: dynmo.World, family: str, folder: str) -> list[list[float]]:
     """Trains with each schedule. Rank 0 writes the weights to files. Returns the losses."""
     model, losses = from_pretrained(config_of(family)), list[list[float]]()
     for schedule in SCHEDULES:
-        pipeline = dynmo.Pipeline(
-            model,
-            world,
-            microbatches=MICROBATCHES,
-            schedule=schedule,
-            optimizer=dynmo.AdamW(lr=1e-3, weight_decay=0.1),
-            max_grad_norm=0,
-        )
+        given: Any = {"schedule": schedule, "microbatches": MICROBATCHES, "max_grad_norm": 0}
+        adamw = dynmo.AdamW(lr=1e-3, weight_decay=0.1)
+        pipeline = dynmo.Pipeline(model, world, optimizer=adamw, **given)
         losses.append([pipeline.step(make_batch(step)).loss for step in range(STEPS)])
         state = pipeline.state_dict()
         if world.rank == 0:
@@ -111,43 +72,30 @@ def train(world: dynmo.World, family: str, folder: str) -> list[list[float]]:
 def plain(family: str, *, apart: bool) -> Trained:
     """Trains the model of transformers in one process.
 
-    Args:
-        apart: Whether each use of a tied weight sums its gradients over the microbatches, as in
-            a pipeline. Otherwise autograd adds both uses in each microbatch.
+    `apart`: each use of a tied weight sums its gradients over the microbatches, as in a pipeline.
     """
     made = config_of(family)
     model = from_pretrained(made)
-    state = {
-        name: tensor
-        for layer in reversed(model.build(range(model.layers)))
-        for name, tensor in layer.state_dict().items()
-    }
+    layers = reversed(model.build(range(model.layers)))
+    state = {name: tensor for layer in layers for name, tensor in layer.state_dict().items()}
     whole = AutoModelForCausalLM.from_config(made).train()
     names = [(owner, user) for (_, owner), (_, user) in model.tied]
     whole.load_state_dict(state | {user: state[owner] for owner, user in names})
     uses = [_untied(whole, owner, user) for owner, user in names] if apart else []
-    decays = [p for p in whole.parameters() if p.dim() > 1]
-    others = [p for p in whole.parameters() if p.dim() < 2]
     users = {id(user) for _, user in uses}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in decays if id(p) not in users], "weight_decay": 0.1},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-        fused=True,  # as dynmo's
-    )
+    decays = [p for p in whole.parameters() if p.dim() > 1 and id(p) not in users]
+    others = [p for p in whole.parameters() if p.dim() < 2]
+    decay: Any = {"params": decays, "weight_decay": 0.1}
+    groups = [decay, {"params": others, "weight_decay": 0.0}]
+    # Fused, as dynmo's.
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
     losses = list[float]()
     for step in range(STEPS):
         optimizer.zero_grad()
         losses.append(_forward_backward(whole, make_batch(step)))
         for owner, user in uses:
-            if owner.grad is None or user.grad is None:
-                owner.grad = user.grad if owner.grad is None else owner.grad
-            else:
-                owner.grad = user.grad + owner.grad
-            user.grad = None
+            found = [each.grad for each in (user, owner) if each.grad is not None]
+            owner.grad, user.grad = found[0] + found[1] if found[1:] else found[0], None
         optimizer.step()
     return losses, whole.state_dict()
 
