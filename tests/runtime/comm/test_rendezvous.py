@@ -7,30 +7,22 @@ import pytest
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.rendezvous import ALONE, first_host, from_environment
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "host",
-    "MASTER_PORT": "29500",
-}
-SLURM = {
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_ID": "60123",
-    "SLURM_JOB_NODELIST": "gpu[07-09]",
-}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+TORCHRUN |= {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+SLURM |= {"SLURM_JOB_ID": "60123", "SLURM_JOB_NODELIST": "gpu[07-09]"}
 
 
 def seen(environ: dict[str, str]) -> dict[str, object]:
-    rendezvous = from_environment(environ)
-    assert rendezvous is not None
-    return {
-        key: value
-        for key, value in vars(rendezvous).items()
-        if value is not None and value is not False
-    }
+    fields = vars(from_environment(environ))
+    return {key: value for key, value in fields.items() if value is not None and value is not False}
+
+
+NUMBER = "the launcher must set it to a number"
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key not in names}
 
 
 def test_a_process_without_a_launcher_is_alone() -> None:
@@ -50,15 +42,9 @@ def test_ranks_of_dynmo_launcher_meet_in_its_folder() -> None:
 
 
 def test_ranks_of_torchrun_meet_at_its_address() -> None:
-    assert seen(TORCHRUN) == {
-        "rank": 3,
-        "size": 8,
-        "local_rank": 1,
-        "address": "host",
-        "port": 29500,
-    }
-    without = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
-    assert seen(without)["local_rank"] == 3
+    meeting = {"address": "host", "port": 29500}
+    assert seen(TORCHRUN) == {"rank": 3, "size": 8, "local_rank": 1, **meeting}
+    assert seen(without(TORCHRUN, "LOCAL_RANK"))["local_rank"] == 3
     assert seen(TORCHRUN | SLURM)["rank"] == 3, "torchrun under Slurm is torchrun"
 
 
@@ -68,27 +54,19 @@ def test_loopback_is_used_if_all_ranks_are_local() -> None:
     assert seen(local)["loopback"]
     literal = local | {"MASTER_ADDR": "127.0.0.1"}
     assert seen(literal)["loopback"]
-    assert seen({k: v for k, v in literal.items() if k != "LOCAL_WORLD_SIZE"})["loopback"]
-    for other in (
-        {"MASTER_ADDR": "host"},
-        {"MASTER_ADDR": "127.example.org"},
-        {"LOCAL_WORLD_SIZE": "4"},
-    ):
+    assert seen(without(literal, "LOCAL_WORLD_SIZE"))["loopback"]
+    names = ("host", "127.example.org")
+    for other in (*({"MASTER_ADDR": name} for name in names), {"LOCAL_WORLD_SIZE": "4"}):
         assert "loopback" not in seen(local | other)
 
 
 def test_tasks_of_srun_meet_at_the_first_host() -> None:
-    assert seen(SLURM) == {"rank": 2, "size": 4, "local_rank": 0, "address": "gpu07", "port": 20123}
-    assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09", (
-        "a step may have fewer hosts than its job"
-    )
-    assert seen(SLURM | {"MASTER_ADDR": "host", "MASTER_PORT": "7"}) == {
-        "rank": 2,
-        "size": 4,
-        "local_rank": 0,
-        "address": "host",
-        "port": 7,
-    }
+    who = {"rank": 2, "size": 4, "local_rank": 0}
+    assert seen(SLURM) == {**who, "address": "gpu07", "port": 20123}
+    # A step may have fewer hosts than its job.
+    assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09"
+    elsewhere = SLURM | {"MASTER_ADDR": "host", "MASTER_PORT": "7"}
+    assert seen(elsewhere) == {**who, "address": "host", "port": 7}
     # Scripts often set WORLD_SIZE and leave the rank to Slurm.
     assert seen(SLURM | {"WORLD_SIZE": "4"})["rank"] == 2
 
@@ -96,11 +74,8 @@ def test_tasks_of_srun_meet_at_the_first_host() -> None:
 @pytest.mark.parametrize(
     ("environ", "match"),
     [
-        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is not"),
-        (
-            {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
-            "MASTER_PORT is None; the launcher must set it to a number",
-        ),
+        (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not"),
+        (without(TORCHRUN, "MASTER_PORT"), f"MASTER_PORT is None; {NUMBER}"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         (TORCHRUN | {"RANK": ""}, "RANK is ''"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8: ranks count from 0"),
@@ -108,12 +83,9 @@ def test_tasks_of_srun_meet_at_the_first_host() -> None:
         (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
         ({"RANK": "0"}, "only one of RANK and WORLD_SIZE is set"),
         ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE is set"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "SLURM_LOCALID is None"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is None"),
-        (
-            {k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"},
-            "Slurm gave no SLURM_JOB_NODELIST",
-        ),
+        (without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is None"),
+        (without(SLURM, "SLURM_JOB_ID"), "SLURM_JOB_ID is None"),
+        (without(SLURM, "SLURM_JOB_NODELIST"), "Slurm gave no SLURM_JOB_NODELIST"),
         (SLURM | {"SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x'"),
         (SLURM | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
     ],
@@ -141,16 +113,7 @@ def test_the_first_host_of_a_list_is_read(nodelist: str, host: str) -> None:
 
 def test_rendezvous_file_takes_precedence_over_the_folder() -> None:
     """Ranks on several machines have a launch folder too, but cannot meet in it."""
-    environ = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "DYNMO_RENDEZVOUS": "/some/folder",
-        "DYNMO_RENDEZVOUS_FILE": "/runs/a/rendezvous.json",
-    }
-    assert seen(environ) == {
-        "rank": 1,
-        "size": 2,
-        "local_rank": 0,
-        "file": "/runs/a/rendezvous.json",
-    }
+    own = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "DYNMO_RENDEZVOUS": "/some/folder"}
+    file = "/runs/a/rendezvous.json"
+    who = {"rank": 1, "size": 2, "local_rank": 0}
+    assert seen(own | {"DYNMO_RENDEZVOUS_FILE": file}) == {**who, "file": file}

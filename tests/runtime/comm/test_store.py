@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,25 +86,19 @@ def test_unusable_address_of_rank_0_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_joiner_opens_the_store_of_local_ranks(tmp_path: Path) -> None:
-    local = Rendezvous(0, 1, 0, folder=str(tmp_path))
-    store = open_store(local, TIMEOUT)
-    store.set("a", "1")
-    joiner = open_rendezvous(rendezvous_record(local), TIMEOUT)
-    assert joiner.get("a") == b"1"
-    joiner.set("b", "2")
-    del joiner
-    assert store.get("b") == b"2", "a joiner that leaves takes the file away"
+def test_a_joiner_opens_the_store_of_other_ranks(tmp_path: Path) -> None:
+    address: Any = {"address": "127.0.0.1", "port": int(free_port()), "loopback": True}
+    for first in (Rendezvous(0, 1, 0, folder=str(tmp_path)), Rendezvous(0, 1, 0, **address)):
+        store = open_store(first, TIMEOUT)
+        store.set("a", "1")
+        joiner = open_rendezvous(rendezvous_record(first), TIMEOUT)
+        assert joiner.get("a") == b"1"
+        joiner.set("b", "2")
+        del joiner
+        assert store.get("b") == b"2", "a joiner that leaves takes the file away"
 
 
-def test_a_joiner_opens_the_store_of_torchrun_ranks() -> None:
-    first = Rendezvous(0, 1, 0, address="127.0.0.1", port=int(free_port()), loopback=True)
-    store = open_store(first, TIMEOUT)
-    store.set("a", "1")
-    assert open_rendezvous(rendezvous_record(first), TIMEOUT).get("a") == b"1"
-
-
-def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
+def test_run_that_has_finished_or_shares_no_store_cannot_be_joined(tmp_path: Path) -> None:
     port = int(free_port())
     for record, where in (
         ({"address": "127.0.0.1", "port": port}, f"at 127.0.0.1:{port}"),
@@ -112,9 +107,6 @@ def test_finished_run_cannot_be_joined(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=where):
             open_rendezvous(record, TIMEOUT)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_run_without_a_shared_store_cannot_be_joined() -> None:
     with pytest.raises(RunError, match="no other process can join it"):
         rendezvous_record(ALONE)
 
@@ -172,9 +164,7 @@ def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyP
     """Other machines cannot reach 127.x. The address of `localhost` depends on the machine."""
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = free_port()
-    rendezvous = from_environment(environ)
-    assert rendezvous is not None
-    store = open_store(rendezvous, 5)
+    store = open_store(from_environment(environ), 5)
     store.set("a", "b")
     assert listening_addresses(int(environ["MASTER_PORT"])) == ["0100007F"]
     named = from_environment(environ | {"MASTER_ADDR": "localhost"})

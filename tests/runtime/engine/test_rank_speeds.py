@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ def train(
     steps: int,
     later: tuple[int, Sequence[float]] | None = None,
     replicas: int = 1,
-    balance: Mapping[str, Any] | None = None,
     seconds: Sequence[float] = (1.0,) * 12,
 ) -> dict[str, Any]:
     """Trains emulated layers on ranks of these speeds, and of others from a later step on."""
@@ -37,7 +36,7 @@ def train(
             schedule="zb-h1",
             replicas=replicas,
             reduction_slots=2,
-            balance=dynmo.Balance(**(balance or {})),
+            balance=dynmo.Balance(),
             listen=events.append,
             steps=1000,
         )

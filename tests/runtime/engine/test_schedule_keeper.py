@@ -17,6 +17,7 @@ from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import schedule_keeper
+from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
@@ -25,6 +26,7 @@ from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 
+JOBS = "tests.runtime.engine.test_schedule_keeper:"
 CONFIG: dict[str, Any] = {
     "model": {"blocks": 4, "hidden": 32, "heads": 2, "sequence": 32},
     "train": {"global_batch": 32, "micro_batch": 1},
@@ -33,22 +35,27 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def engine_of(world: World, config: dict[str, Any]) -> tuple[Engine, tuple[LayerCost, ...]]:
+    """A pipeline of as many ranks as there are, and its costs from shapes."""
+    loaded = parse(config)
+    options, model = loaded.options, model_of(loaded)
+    places = uniform(model.layers, world.size)
+    pipeline = make_engine(options, world, model, places, options.memory_limit)
+    return pipeline, recompute_as_workspace(shape_costs(options, model), ())
+
+
+def schedule_of(pipeline: Engine) -> Schedule:
+    return pipeline.schedule_keeper.on(pipeline.store.layout.partition)
+
+
 def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     """What is kept and the bytes of every rank: at first, with a frozen prefix, and thawed."""
-    loaded = parse(config)
-    model = model_of(loaded)
-    pipeline = make_engine(
-        loaded.options, world, model, uniform(model.layers, 2), loaded.options.memory_limit
-    )
-    shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
+    pipeline, shapes = engine_of(world, config)
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
-        schedule: Schedule = pipeline.schedule_keeper.on(pipeline.store.layout.partition)
-        return [
-            resident(schedule),
-            rank_memory(layers, pipeline.store.layout.partition.counts, schedule),
-            str(schedule),
-        ]
+        schedule = schedule_of(pipeline)
+        counts = pipeline.store.layout.partition.counts
+        return [resident(schedule), rank_memory(layers, counts, schedule), str(schedule)]
 
     out = [say(shapes)]
     Actions(pipeline).freeze(range(3))
@@ -62,9 +69,7 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) -> None:
     least = max(plan_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
-    first, frozen, thawed = pool.run(
-        "tests.runtime.engine.test_schedule_keeper:schedules", 2, config=config
-    )[0]
+    first, frozen, thawed = pool.run(JOBS + "schedules", 2, config=config)[0]
     for _, memory, _ in (first, frozen, thawed):
         assert max(memory) <= over * least
     assert first == thawed
@@ -73,9 +78,7 @@ def test_schedule_is_within_memory_from_the_first_step(pool: Pool, over: float) 
 
 @pytest.mark.matrix
 def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
-    first, _, last = pool.run(
-        "tests.runtime.engine.test_schedule_keeper:schedules", 2, config=CONFIG
-    )[0]
+    first, _, last = pool.run(JOBS + "schedules", 2, config=CONFIG)[0]
     assert first == last
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
     # A microbatch between B and W counts half.
@@ -84,27 +87,16 @@ def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
 
 def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     """The schedule after a reshape, without and with measured costs."""
-    loaded = parse(config)
-    model = model_of(loaded)
     out: list[str] = []
     for measured in (False, True):
-        pipeline = make_engine(
-            loaded.options,
-            world,
-            model,
-            uniform(model.layers, world.size),
-            loaded.options.memory_limit,
-        )
+        pipeline, shapes = engine_of(world, config)
         if measured:
-            shapes = recompute_as_workspace(shape_costs(loaded.options, model), ())
             Actions(pipeline).replan(
-                tuple(
-                    replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes
-                )
+                tuple(replace(c, activation_bytes=2 * c.activation_bytes) for c in shapes)
             )
-            out.append(str(pipeline.schedule_keeper.on(pipeline.store.layout.partition)))
+            out.append(str(schedule_of(pipeline)))
         Actions(pipeline).reshape(pipeline=2, data=2)
-        out.append(str(pipeline.schedule_keeper.on(pipeline.store.layout.partition)))
+        out.append(str(schedule_of(pipeline)))
     return out
 
 
@@ -115,15 +107,11 @@ def test_bytes_after_a_reshape_are_those_of_the_new_mesh(pool: Pool) -> None:
         "train": CONFIG["train"] | {"reduction_slots": 2},
         "parallel": {"pipeline": 4, "zero": 1},
     }
-    after = {
-        "parallel": {"pipeline": 2, "replicas": 2, "zero": 1},
-        "pipeline": {"schedule": "1f1b"},
-    }
+    mesh = {"pipeline": 2, "replicas": 2, "zero": 1}
+    after = {"parallel": mesh, "pipeline": {"schedule": "1f1b"}}
     least = max(plan_run(parse(config | after)).memory)
     config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
-    for unmeasured, before, after in pool.run(
-        "tests.runtime.engine.test_schedule_keeper:reshaped", 4, config=config
-    ):
+    for unmeasured, before, after in pool.run(JOBS + "reshaped", 4, config=config):
         assert after == unmeasured != before
 
 

@@ -21,10 +21,10 @@ from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, model_of
 from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone
+from tests.runtime.alone import GPT, MICROBATCHES, alone
 
 CONFIG: dict[str, Any] = {
-    "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
+    "model": GPT,
     "train": {"steps": 4, "global_batch": 8, "micro_batch": 2},
     "parallel": {"pipeline": 3, "slices": True, "device": "cpu"},
     "balance": {"balancer": RANDOM_MOVES, "every": 1},
@@ -34,19 +34,17 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("sms", "slices", "least", "step", "expected"),
+    ("given", "expected"),
     [
-        (132, 4, 8, 8, [32, 24, 16, 8]),  # compute capability 9.0: multiples of 8
-        (132, 2, 8, 8, [64, 56, 48, 40, 32, 24, 16, 8]),
-        (108, 3, 4, 2, list(range(36, 3, -2))),  # 8.0: at least 4, multiples of 2
-        (20, 3, 8, 8, []),
-        (7, 2, 0, 0, [3, 2, 1]),
+        ((132, 4, 8, 8), [32, 24, 16, 8]),  # compute capability 9.0: multiples of 8
+        ((132, 2, 8, 8), [64, 56, 48, 40, 32, 24, 16, 8]),
+        ((108, 3, 4, 2), list(range(36, 3, -2))),  # 8.0: at least 4, multiples of 2
+        ((20, 3, 8, 8), []),
+        ((7, 2, 0, 0), [3, 2, 1]),
     ],
 )
-def test_slice_sizes_to_try(
-    sms: int, slices: int, least: int, step: int, expected: list[int]
-) -> None:
-    assert list(sizes(sms, slices, least, step)) == expected
+def test_slice_sizes_to_try(given: tuple[int, int, int, int], expected: list[int]) -> None:
+    assert list(sizes(*given)) == expected
 
 
 def test_missing_cuda_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +64,9 @@ def test_slices_without_a_gpu_are_refused() -> None:
 def test_pipeline_on_slices_is_one_process() -> None:
     config = parse(CONFIG)
     assert config.ranks == 1
-    check_world(config, rendezvous(1))
+    check_world(config, Rendezvous(0, 1, 0, folder="."))
     with pytest.raises(ConfigError, match=r"3 ranks.*parallel\.replicas"):
-        check_world(config, rendezvous(3))
-
-
-def rendezvous(size: int) -> Rendezvous:
-    return Rendezvous(0, size, 0, folder=".")
+        check_world(config, Rendezvous(0, 3, 0, folder="."))
 
 
 def test_slices_cannot_be_reshaped_or_post_validated() -> None:
@@ -101,8 +95,8 @@ def test_moves_between_slices_send_no_bytes_and_a_run_resumes_on_ranks(
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ran = {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"}
     assert ran == {(0, 0), (1, 1), (2, 2)}
-    (tmp_path / "resumed").mkdir()
     folder = str(tmp_path / "resumed")
+    Path(folder).mkdir()
     pool.run("train_in", 1, config=CONFIG, folder=folder, stop_after=1)
     other = CONFIG | {"parallel": {"pipeline": 2}}
     resumed = pool.run("train_in", 2, config=other, folder=folder, resume=True)[0]

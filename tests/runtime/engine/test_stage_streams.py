@@ -13,12 +13,13 @@ from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
-from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.fold import fold
 from dynmo.schedule.lowering import Direction, lower
 from tests.runtime.alone import alone
+from tests.runtime.modules import assert_same, draw, gradients_of, layer_of
 
 MICROBATCHES = 4
 
@@ -52,29 +53,24 @@ class Noted(StageStreams):
         self.asked.append(("produced", self._stage, key))
 
 
-def executor(streams: StageStreams, first: int) -> tuple[Executor, list[nn.Module]]:
+def executor(streams: StageStreams, first: int) -> tuple[Executor, nn.Module]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(4, 4).requires_grad_(i >= first) for i in range(3)]
+    losses = (None, None, nn.functional.mse_loss)
     stages = {
-        i: Stage(
-            [Layer(i, m, HostClock(), 0)],
-            first,
-            nn.functional.mse_loss if i == 2 else None,
-            1 / MICROBATCHES,
-        )
-        for i, m in enumerate(modules)
+        i: Stage([layer_of(m, i)], first, loss, 1 / MICROBATCHES)
+        for i, (m, loss) in enumerate(zip(modules, losses, strict=True))
     }
     programs = lower(fold(make("zb-h1", 3, MICROBATCHES, first_trainable=first)))
-    return Executor(
-        programs[0], stages, Transport(alone(), programs), HostClock(), streams
-    ), modules
+    ends = Transport(alone(), programs)
+    return Executor(programs[0], stages, ends, HostClock(), streams), nn.ModuleList(modules)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
     streams = Noted()
     runner, modules = executor(streams, first)
-    batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))
+    batch = draw(1, MICROBATCHES, 2, 4)
     losses = runner.run(0, batch, batch).losses
     assert [what for what, _, _ in streams.asked if what in ("fork", "join")] == ["fork", "join"]
     assert (streams.asked[0][0], streams.asked[-1][0]) == ("fork", "join")
@@ -92,16 +88,12 @@ def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
             # Only the batch, and the loss's own gradient, come from no other slice.
             from_outside = needs == (0 if direction is Direction.ACTIVATION else 2)
             assert (key in ready) != from_outside
-            assert streams.sizes[key] == (
-                0 if needs == 2 and direction is Direction.GRADIENT else 1
-            )
+            no_tensor = needs == 2 and direction is Direction.GRADIENT
+            assert streams.sizes[key] == (0 if no_tensor else 1)
             waited.add(key)
     assert ready.keys() <= waited
     assert len(ready) == MICROBATCHES * (2 + 2 - first)
 
     plain, others = executor(StageStreams(), first)
     assert [x.tolist() for x in plain.run(0, batch, batch).losses] == [x.tolist() for x in losses]
-    for one, other in zip(modules, others, strict=True):
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+    assert_same(gradients_of(modules), gradients_of(others))

@@ -91,7 +91,6 @@ def test_any_placement_loads_a_checkpoint(
 
 
 def test_files_named_like_partial_checkpoints_are_removed(tmp_path: Path) -> None:
-    """The files are removed like the folders of an interrupted save."""
     for name in ("step-000001.tmp", "step-000099.tmp", "step-notes.tmp"):
         (tmp_path / name).write_text("no folder")
     save(gpt(), tmp_path, 1)
@@ -284,19 +283,21 @@ def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
 
+def manifest(path: Path, **changes: object) -> dict[str, Any]:
+    """The manifest of a checkpoint, which gets these fields. None takes one out."""
+    file = path / "manifest.json"
+    fields = json.loads(file.read_text())
+    if changes:
+        kept = {key: value for key, value in (fields | changes).items() if value is not None}
+        file.write_text(json.dumps(kept, indent=1))
+    return fields
+
+
 def test_checkpoint_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1).path
-    manifest = json.loads((path / "manifest.json").read_text()) | {"version": 3}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(manifest(path) | {"version": 3}))
     with pytest.raises(CheckpointError, match="version 3"):
         checkpoint.verify(path)
-
-
-def unsealed(path: Path, **changes: object) -> None:
-    """Gives a checkpoint the manifest that version 1 had."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest.pop("sha256", None)
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1} | changes, indent=1))
 
 
 def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
@@ -306,14 +307,13 @@ def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     unnoticed: list[int] = []
     with file.open("r+b", buffering=0) as handle:
         for bit in range(8 * len(text)):
-            at = bit // 8
-            for byte in (text[at] ^ 1 << bit % 8, text[at]):
-                handle.seek(at)
-                handle.write(bytes([byte]))
-                if byte != text[at]:
-                    with contextlib.suppress(CheckpointError):
-                        checkpoint.verify(file.parent)
-                        unnoticed.append(bit)
+            handle.seek(bit // 8)
+            handle.write(bytes([text[bit // 8] ^ 1 << bit % 8]))
+            with contextlib.suppress(CheckpointError):
+                checkpoint.verify(file.parent)
+                unnoticed.append(bit)
+            handle.seek(bit // 8)
+            handle.write(text[bit // 8 :][:1])
     assert unnoticed == []
     assert checkpoint.verify(file.parent).step == 1
 
@@ -321,14 +321,14 @@ def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
 def test_manifest_of_another_folder_is_refused(tmp_path: Path) -> None:
     """A manifest without a hash must match its folder and list all files."""
     path = save(gpt(), tmp_path, 1).path
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    unsealed(path)
+    files = manifest(path)["files"]
+    manifest(path, version=1, sha256=None)
     assert checkpoint.verify(path).step == 1
-    unsealed(path, step=2)
+    manifest(path, step=2)
     with pytest.raises(CheckpointError, match="step-000001 has the manifest of step 2"):
         checkpoint.verify(path)
     for wrong in ({}, dict(list(files.items())[:-1]), files | {"layer-0009/layer.json": ""}):
-        unsealed(path, step=1, files=wrong)
+        manifest(path, step=1, files=wrong)
         with pytest.raises(CheckpointError, match="its files are not those of its layers"):
             checkpoint.verify(path)
 

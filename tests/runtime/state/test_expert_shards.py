@@ -27,6 +27,7 @@ from dynmo.train.trainer import Trainer
 from tests.combinations import mostly_matrix
 from tests.jobs import parsed
 from tests.pool import Pool
+from tests.runtime.alone import GPT
 from tests.runtime.jobs import error_of, lose_patience
 from tests.runtime.modules import draw
 
@@ -108,12 +109,9 @@ def _gradient(expert: int, source: int, size: int) -> torch.Tensor:
 JOBS = "tests.runtime.state.test_expert_shards:"
 
 
-SIZES = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
-
-
 def tables(**parallel: int) -> dict[str, Any]:
     return {
-        "model": {"kind": "moe", "experts": 4} | SIZES,
+        "model": {"kind": "moe", "experts": 4} | GPT,
         "train": {"steps": 3, "global_batch": 8, "micro_batch": 1, "reduction_slots": 4},
         "parallel": {"pipeline": 1, "replicas": 2, "expert": 2, "timeout": 20.0, **parallel},
         "balance": {"balancer": "none"},
