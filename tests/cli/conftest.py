@@ -1,7 +1,4 @@
-"""Commands in this process, and runs of `dynmo train`, of which one serves many tests.
-
-Starting ranks costs seconds of importing torch.
-"""
+"""Commands in this process, and runs of `dynmo train`, of which one serves many tests."""
 
 from __future__ import annotations
 
@@ -35,18 +32,21 @@ def _process_unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Iterator[Path]:
-    """A folder to train in.
-
-    After the test no process works there, and no rendezvous folder is left.
-    """
+def filled(tmp_path: Path) -> Path:
+    """A folder to train in."""
     fill(tmp_path)
-    yield tmp_path
-    left = not gone(tmp_path)
-    for pid in ranks(tmp_path).values():
+    return tmp_path
+
+
+@pytest.fixture
+def work(filled: Path) -> Iterator[Path]:
+    """After the test no process works in this folder, and no rendezvous folder is left."""
+    yield filled
+    left = not gone(filled)
+    for pid in ranks(filled).values():
         os.kill(pid, signal.SIGKILL)
     assert not left
-    assert not list((tmp_path / "tmp").glob("dynmo-*"))
+    assert not list((filled / "tmp").glob("dynmo-*"))
 
 
 ENDS = """
@@ -113,19 +113,12 @@ def plan(dynmo: Run) -> Run:
 
 @pytest.fixture
 def costs_file(tmp_path: Path) -> Path:
-    """Costs of an embedding, four blocks of two halves, and a head.
-
-    The head takes as long as two halves.
-    """
-    names = [
-        "embedding",
-        *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
-        "head",
-    ]
+    """Costs of an embedding, four blocks of two halves, and a head as slow as two halves."""
+    halves = [f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")]
     one = LayerCost(1e-3, 1e-3, 1e-3, 1000, 4 << 20, 4 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20)
     profile = Profile(
         layers=(one,) * 9 + (replace(one, f=2e-3, b=2e-3, w=2e-3),),
-        names=tuple(names),
+        names=("embedding", *halves, "head"),
         links=(((0, 1), LinkCost(1e-5, 1e10)),),
         microbatch=2,
         microbatches=8,
@@ -139,24 +132,21 @@ def costs_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(dynmo: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`dynmo train` in this process, for what ends before any rank is started."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "models", raising=False)
 
     def call(folder: Path, *arguments: str, sets: Sequence[str] = ()) -> Done:
         monkeypatch.chdir(folder)
-        status = main(["train", *arguments, *(word for text in sets for word in ("--set", text))])
-        out = capsys.readouterr()
-        return Done(status, out.out, out.err)
+        return dynmo("train", *arguments, *(word for text in sets for word in ("--set", text)))
 
     return call
 
 
 @pytest.fixture
-def rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+def rank(run: Run) -> Run:
     """`dynmo train` in this process, as the only rank of another launcher."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(key, value)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return run

@@ -104,14 +104,8 @@ class Cuts(Tires):
 def cuts():
     return [nn.Embedding(256, 8), Cuts(), nn.Linear(8, 256)]
 """
-GPT = (
-    "model.kind=gpt",
-    "model.blocks=1",
-    "model.hidden=32",
-    "model.heads=2",
-    "dynamism.cases=[]",
-    "checkpoint.every=0",
-)
+GPT = ("model.kind=gpt", "model.blocks=1", "model.hidden=32", "model.heads=2")
+GPT += ("dynamism.cases=[]", "checkpoint.every=0")
 ONE_RANK = "parallel.pipeline=1"
 LONG = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
 
@@ -120,6 +114,12 @@ class Done(NamedTuple):
     status: int
     out: str
     err: str
+
+    @property
+    def good(self) -> str:
+        """Stdout of a command that succeeded and said nothing else."""
+        assert (self.status, self.err) == (0, ""), self
+        return self.out
 
     @property
     def line(self) -> str:

@@ -15,7 +15,7 @@ from dynmo.data.token_file import TokenFile
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of
 from dynmo.train.text import open_text
-from tests.cli.runs import Run
+from tests.cli.runs import Run, assert_refused
 from tests.combinations import mostly_matrix
 
 RECORDS = 300
@@ -56,10 +56,11 @@ def test_samples_that_are_encoded_ahead_give_the_same_batches(folder: Path, dynm
     ahead = load(folder / "run.toml", [])
     wanted, found = (open_batches(config, model_of(config)) for config in (live, ahead))
     for step in range(3):
-        for one, other in zip(wanted.train(step), found.train(step), strict=True):
-            assert {name: x.tolist() for name, x in one.items()} == {
-                name: x.tolist() for name, x in other.items()
-            }
+        one, other = (
+            [{name: x.tolist() for name, x in each.items()} for each in batches.train(step)]
+            for batches in (wanted, found)
+        )
+        assert one == other
 
 
 def test_text_that_is_tokenised_ahead_has_the_same_tokens(folder: Path, dynmo: Run) -> None:
@@ -111,7 +112,4 @@ def test_broken_sample_is_named_or_left_out(folder: Path, dynmo: Run, broken: st
     ],
 )
 def test_wrong_input_is_one_line(folder: Path, dynmo: Run, given: list[str], says: str) -> None:
-    done = dynmo("data", "run.toml", *given)
-    assert done.status == 2
-    assert says in done.err
-    assert done.err.count("\n") == 1
+    assert_refused(dynmo("data", "run.toml", *given), says)

@@ -1,7 +1,4 @@
-"""Runs of `dynmo train` whose ranks leave and join.
-
-The tests also cover the message and the saved state if a change of ranks fails.
-"""
+"""Runs of `dynmo train` whose ranks leave and join, or fail to."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynmo.config import load
-from tests.cli.runs import Run, assert_refused, end, events, fill, free_port, steps, train
+from tests.cli.runs import Run, assert_refused, end, events, free_port, steps, train
 from tests.pool import Pool
 from tests.processes import wait_until
 
@@ -23,13 +20,8 @@ PLAIN = ("balance.balancer=none", "checkpoint.every=0", "train.eval_every=0", "d
 
 
 def sets(shapes: str, *more: str, ranks: int = 2, steps: int = 40) -> tuple[str, ...]:
-    return (
-        *PLAIN,
-        f"parallel.pipeline={ranks}",
-        f"elastic.reshape_at={shapes}",
-        f"train.steps={steps}",
-        *more,
-    )
+    size = (f"parallel.pipeline={ranks}", f"train.steps={steps}")
+    return (*PLAIN, *size, f"elastic.reshape_at={shapes}", *more)
 
 
 def of_kind(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
@@ -49,10 +41,7 @@ def alone(pool: Pool, folder: Path, steps: int) -> str:
 
 @pytest.mark.matrix
 def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
-    """A run of two ranks continues on one rank, and then on two again.
-
-    The launcher starts the new process. The digest is that of one rank.
-    """
+    """The launcher starts the new process. The digest is that of one rank."""
     done = end(train(work, name="resized", sets=sets("[[2, 1, 1], [4, 2, 1]]", steps=8)))
     assert done.status == 0, done.err
     (repack,), (grow,) = of_kind(work, "resized", "repack"), of_kind(work, "resized", "grow")
@@ -68,19 +57,11 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 
 @pytest.mark.matrix
 def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
-    """All pods of a job run one command: two start the run, and the third joins.
-
-    The third ends with status 0 if it is stopped while it waits.
-    """
-    names = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    given = sets(
-        "[[20, 3, 1], [40, 2, 1]]", "elastic.park=true", "elastic.join_timeout=25", steps=2000
-    )
+    """All pods of a job run one command. The third joins, and is stopped while it waits."""
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    names |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    parks = ("elastic.park=true", "elastic.join_timeout=25")
+    given = sets("[[20, 3, 1], [40, 2, 1]]", *parks, steps=2000)
     ranks = [
         train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)
     ]
@@ -121,9 +102,8 @@ def test_failed_release_command_does_not_stop_the_run(work: Path) -> None:
     hook = [sys.executable, "-c", "print('no such node'); raise SystemExit(3)"]
     command = ("elastic.releaser=command", f"elastic.release_command={json.dumps(hook)}")
     # Long enough for the hook to end.
-    done = end(
-        train(work, name="hooked", sets=sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30))
-    )
+    given = sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30)
+    done = end(train(work, name="hooked", sets=given))
     assert done.status == 0, done.err
     (fault,) = of_kind(work, "hooked", "fault")
     assert "elastic.release_command" in fault["what"]
@@ -132,25 +112,16 @@ def test_failed_release_command_does_not_stop_the_run(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "flags", "mentions"),
+    ("flags", "key", "more", "says"),
     [
-        (["elastic.repack=true", "elastic.min_ranks=3"], [], ["elastic.min_ranks = 3"]),
-        (
-            ["elastic.releaser=command", "elastic.release_command=['no-such-program']"],
-            [],
-            ["'no-such-program'"],
-        ),
-        (
-            ["elastic.target_ranks=1", "pipeline.memory_limit=3500"],
-            ["--dry-run"],
-            ["elastic.target_ranks = 1"],
-        ),
+        ([], "repack=true", "elastic.min_ranks=3", "elastic.min_ranks = 3"),
+        ([], "releaser=command", "elastic.release_command=['no-such']", "'no-such'"),
+        (["--dry-run"], "target_ranks=1", "pipeline.memory_limit=3500", "elastic.target_ranks = 1"),
     ],
 )
 def test_wrong_options_start_no_rank(
-    tmp_path: Path, run: Run, more: list[str], flags: list[str], mentions: list[str]
+    filled: Path, run: Run, flags: list[str], key: str, more: str, says: str
 ) -> None:
-    fill(tmp_path)
-    given = (*PLAIN, "parallel.pipeline=2", *more)
-    assert_refused(run(tmp_path, "run.toml", *flags, sets=given), *mentions)
-    assert not (tmp_path / "runs").exists()
+    given = (*PLAIN, "parallel.pipeline=2", f"elastic.{key}", more)
+    assert_refused(run(filled, "run.toml", *flags, sets=given), says)
+    assert not (filled / "runs").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dynmo.config import load
-from tests.cli.runs import Run, assert_refused, fill, free_port
+from tests.cli.runs import Run, assert_refused, free_port
 
 TIMEOUT = 1.0
 
@@ -70,11 +69,10 @@ DAMAGED: dict[str, bytes] = {
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(filled: Path) -> Path:
     """`rendezvous.json` of a run that goes on, as far as its folder shows. It is not there yet."""
-    fill(tmp_path)
-    config = load(tmp_path / "run.toml", [f"parallel.timeout={TIMEOUT}"])
-    folder = tmp_path / "runs/main"
+    config = load(filled / "run.toml", [f"parallel.timeout={TIMEOUT}"])
+    folder = filled / "runs/main"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config.to_toml())
     return folder / "rendezvous.json"
@@ -137,7 +135,6 @@ def test_rendezvous_file_of_another_user_is_refused(tmp_path: Path, place: Path,
 def joined_at(tmp_path: Path, place: Path, store: bytes) -> Path:
     """Makes the store of local ranks, and names it in the rendezvous file."""
     folder = tmp_path / "met"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "store").write_bytes(store)
     place.write_text(json.dumps({"folder": str(folder)}))

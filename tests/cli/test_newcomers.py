@@ -1,12 +1,10 @@
-"""Processes that want to join a run, from a folder with other code.
-
-All of them start at once, beside one run.
-"""
+"""Processes that want to join a run, from a folder with other code."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,6 +52,11 @@ def make_folder(root: Path, name: str, run: Path | None = None) -> Path:
     return folder
 
 
+def told(folder: Path, mentions: list[str]) -> bool:
+    faults = [event["what"] for event in events(folder, "main") if event["event"] == "fault"]
+    return any(all(mention in fault for mention in mentions) for fault in faults)
+
+
 @pytest.mark.matrix
 def test_newcomer_with_other_code_is_refused(tmp_path: Path) -> None:
     """The refusal names what differs, in the newcomer's line and in the run's event."""
@@ -70,16 +73,9 @@ def test_newcomer_with_other_code_is_refused(tmp_path: Path) -> None:
         alike = train(make_folder(tmp_path / "same", "same", folder), "--join")
         started += [*waiting.values(), alike]
         for name, process in waiting.items():
-            done, mentions = end(process, 100), NEWCOMERS[name][3]
-            assert_refused(done, "refused", *mentions)
-            wait_until(
-                lambda mentions=mentions: any(
-                    all(mention in event["what"] for mention in mentions)
-                    for event in events(folder, "main")
-                    if event["event"] == "fault"
-                ),
-                20,
-            )
+            mentions = NEWCOMERS[name][3]
+            assert_refused(end(process, 100), "refused", *mentions)
+            wait_until(partial(told, folder, mentions), 20)
         assert alike.poll() is None, "it has the same code, and waits"
         alike.send_signal(signal.SIGTERM)
         assert end(alike).status == 0

@@ -20,9 +20,8 @@ def test_json_fields_and_values(plan: Run, costs_file: Path) -> None:
     assert given == ["zb-h1", "exact", 4, 8]
     assert sum(answered["partition"]) == 10
     assert max(answered["stage_cost"]) == pytest.approx(9e-3)
-    assert answered["imbalance"] == pytest.approx(
-        (9 - min(answered["stage_cost"]) * 1e3) / (33 / 4)
-    )
+    apart = 9e-3 - min(answered["stage_cost"])
+    assert answered["imbalance"] == pytest.approx(apart / (33e-3 / 4))
     assert answered["lower_bound"] <= answered["span"] <= answered["makespan"]
     assert answered["bubble_ratio"] == pytest.approx(1 - 8 * 9e-3 / answered["span"])
     assert len(answered["memory"]) == 4
@@ -35,9 +34,8 @@ def test_options_default_to_the_costs_file(plan: Run, costs_file: Path) -> None:
     answered = answer(plan, "--costs", costs_file, "--no-alternatives")
     given = [answered[key] for key in ("schedule", "ranks", "microbatches", "alternatives")]
     assert given == ["1f1b", 2, 8, {}], "the file's"
-    assert answered["partition"] == [5, 5] or answered["moves"], (
-        "moves are from where the layers were"
-    )
+    # Moves are from where the layers were.
+    assert answered["partition"] == [5, 5] or answered["moves"]
     of_folder = answer(plan, "--costs", costs_file.parent, "--no-alternatives")
     assert of_folder["partition"] == answered["partition"], "a run's folder"
 
@@ -55,32 +53,17 @@ def test_minimal_costs_file_is_enough(plan: Run, tmp_path: Path) -> None:
 
 
 def test_text_output(plan: Run, costs_file: Path) -> None:
-    """The text has bars, figures and tables.
-
-    Reasons for impossible choices stand below their table, because they are too long for a column.
-    """
+    """Reasons for impossible choices are too long for a column. They stand below their table."""
     options = ("--ranks", 4, "--microbatches", 6, "--schedule", "zb-h1", "--memory-limit", "1GiB")
-    status, out, err = plan("--costs", costs_file, *options)
-    assert (status, err) == (0, "")
+    out = plan("--costs", costs_file, *options).good
     bars = [line for line in out.splitlines() if line.startswith("rank ")]
     assert len(bars) == 4
     assert all("F" in bar and "B" in bar and "W" in bar for bar in bars)
-    assert any("F" * 20 + "B" * 20 + "W" * 20 in bar for bar in bars), (
-        "the longest rank fills the width"
-    )
+    assert any("F" * 20 + "B" * 20 + "W" * 20 in bar for bar in bars), "the longest fills a line"
     assert "embedding" in bars[0]
-    for word in (
-        "step",
-        "lower bound",
-        "imbalance",
-        "of the limit of 1,024.0 MiB",
-        "moves",
-        "other balancers",
-        "other schedules",
-        "other microbatches, same global batch",
-        "rank-seconds",
-    ):
-        assert word in out
+    words = ["step", "lower bound", "imbalance", "of the limit of 1,024.0 MiB", "moves"]
+    words += ["other balancers", "other schedules", "other microbatches, same global batch"]
+    assert all(word in out for word in [*words, "rank-seconds"])
     assert re.search(r"│ interleaved-1f1b .*│ not possible", out)
     assert re.search(r"(?m)^  interleaved-1f1b: .*microbatches", out)
 

@@ -1,11 +1,9 @@
-"""Mistakes in a user's folder, model or numbers.
-
-Each mistake gives a one-line error, or the run works anyway.
-"""
+"""Mistakes in a user's folder, model or numbers: a one-line error, or the run works anyway."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,15 +15,7 @@ from torch import nn
 from dynmo.config import parse
 from dynmo.pipeline.shape_costs import shapes_of
 from dynmo.train.setup import model_of
-from tests.cli.runs import (
-    GPT,
-    ONE_RANK,
-    Run,
-    assert_refused,
-    end,
-    fill,
-    tree,
-)
+from tests.cli.runs import GPT, ONE_RANK, Done, Run, assert_refused, end, tree
 from tests.processes import start
 
 OWN = """# The line numbers of this file are told in errors.
@@ -74,34 +64,21 @@ def leaves():
 
 
 def of(function: str, *sets: str) -> tuple[str, ...]:
-    return (
-        f"model.kind=python:own:{function}",
-        "dynamism.cases=[]",
-        "checkpoint.every=0",
-        "train.steps=2",
-        *sets,
-    )
-
-
-def fill_own(folder: Path) -> None:
-    fill(folder)
-    (folder / "own.py").write_text(OWN)
+    plain = ("dynamism.cases=[]", "checkpoint.every=0", "train.steps=2")
+    return (f"model.kind=python:own:{function}", *plain, *sets)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "own", raising=False)
-    fill_own(tmp_path)
-    return tmp_path
+    (filled / "own.py").write_text(OWN)
+    return filled
 
 
 # -- models that train, but not on shapes alone ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [("asks", 11), ("routes", 17)],
-)
+@pytest.mark.parametrize(("function", "line"), [("asks", 11), ("routes", 17)])
 def test_dry_run_works_without_activation_shapes(
     own: Path, run: Run, function: str, line: int
 ) -> None:
@@ -118,33 +95,22 @@ def test_dry_run_works_without_activation_shapes(
 def test_layer_that_reads_a_value_is_built_to_learn_shapes(
     own: Path, run: Run, function: str, linears: int
 ) -> None:
-    """Tensors on the meta device have no values.
-
-    dynmo builds the layer with memory instead, and still learns its shapes.
-    """
+    """Tensors on the meta device have no values, so dynmo builds the layer with memory."""
     done = run(own, "run.toml", "--dry-run", "--json", sets=of(function))
-    assert (done.status, done.err) == (0, "")
-    assert sum(json.loads(done.out)["parameters"]) == 256 * 8 + linears * 72 + 9 * 256
+    assert sum(json.loads(done.good)["parameters"]) == 256 * 8 + linears * 72 + 9 * 256
 
 
 def test_memory_limit_is_checked_against_parameters_alone(own: Path, run: Run) -> None:
-    plan = json.loads(run(own, "run.toml", "--dry-run", "--json", sets=of("asks")).out)
-    most = max(plan["memory"])
-    assert (
-        run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most}")).status
-        == 0
-    )
-    done = run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most - 1}"))
+    """Recomputation as needed is not possible then."""
+
+    def planned(*sets: str) -> Done:
+        return run(own, "run.toml", "--dry-run", "--json", sets=of("asks", *sets))
+
+    most = max(json.loads(planned().out)["memory"])
+    assert planned(f"pipeline.memory_limit={most}").status == 0
+    done = planned(f"pipeline.memory_limit={most - 1}")
     assert_refused(done, "optimizer state alone", f"pipeline.memory_limit = {most - 1}")
-
-
-def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
-    done = run(
-        own,
-        "run.toml",
-        "--dry-run",
-        sets=of("asks", "train.recompute=auto", "pipeline.memory_limit=1GiB"),
-    )
+    done = planned("train.recompute=auto", "pipeline.memory_limit=1GiB")
     assert_refused(done, "train.recompute = 'auto'", "unknown")
 
 
@@ -190,43 +156,34 @@ def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("own")
 def test_user_files_do_not_shadow_standard_modules(work: Path) -> None:
-    """Files named like standard modules do not hide them from dynmo.
-
-    The user's model can still be imported.
-    """
-    fill_own(work)
+    """The user's model can still be imported."""
     for name in ("types", "grp", "random", "queue"):
         (work / f"{name}.py").write_text("raise RuntimeError('this is no module of Python')\n")
     changed = [part for text in ("name=main", *of("to", ONE_RANK)) for part in ("--set", text)]
-    done = end(
-        start([sys.executable, "-P", "-m", "dynmo", "train", "run.toml", "--json", *changed], work)
-    )
+    command = [sys.executable, "-P", "-m", "dynmo", "train", "run.toml", "--json", *changed]
+    done = end(start(command, work))
     assert (done.status, json.loads(done.out)["steps"]) == (0, 2)
 
 
-def test_import_error_shows_its_cause(
-    tmp_path: Path, rank: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path)
-    (tmp_path / "broken.py").write_text(
-        "raise ImportError('no backend') from KeyError('the real cause')\n"
-    )
-    monkeypatch.setenv("DYNMO_TRACEBACK", "1")
+def test_import_error_shows_its_cause(filled: Path, rank: Run) -> None:
+    text = "raise ImportError('no backend') from KeyError('the real cause')\n"
+    (filled / "broken.py").write_text(text)
+    os.environ["DYNMO_TRACEBACK"] = "1"
     sets = ("model.kind=python:broken:layers", "dynamism.cases=[]", ONE_RANK)
-    done = rank(tmp_path, "run.toml", sets=sets)
+    done = rank(filled, "run.toml", sets=sets)
     assert done.status == 2
     assert "KeyError: 'the real cause'" in done.err
     assert "cannot import broken: no backend" in done.err.splitlines()[-1]
 
 
-def test_saved_config_with_invalid_text_is_refused(tmp_path: Path, run: Run) -> None:
-    fill(tmp_path)
-    saved = tmp_path / "runs" / "main"
-    (saved / "checkpoints" / "step-000005").mkdir(parents=True)
-    (saved / "checkpoints" / "step-000005" / "manifest.json").write_text("{}")
+def test_saved_config_with_invalid_text_is_refused(filled: Path, run: Run) -> None:
+    saved = filled / "runs/main"
+    (saved / "checkpoints/step-000005").mkdir(parents=True)
+    (saved / "checkpoints/step-000005/manifest.json").write_text("{}")
     (saved / "config.toml").write_bytes(b'name = "caf\xe9"\n')
-    done = run(tmp_path, "run.toml", "--resume", sets=("name=main",))
+    done = run(filled, "run.toml", "--resume", sets=("name=main",))
     assert_refused(done, "runs/main/config.toml", "byte 11")
 
 
@@ -239,20 +196,14 @@ def test_saved_config_with_invalid_text_is_refused(tmp_path: Path, run: Run) -> 
         (["parallel.timeout=1e300"], ["parallel.timeout = 1e+300", "1000000000"]),
         (["parallel.threads=100000"], ["parallel.threads = 100000", "1024"]),
         (
-            [
-                *GPT,
-                "parallel.pipeline=1",
-                "parallel.replicas=1000000",
-                "train.global_batch=2000000",
-            ],
+            [*GPT, ONE_RANK, "parallel.replicas=1000000", "train.global_batch=2000000"],
             ["parallel.pipeline x parallel.replicas = 1000000"],
         ),
     ],
 )
 def test_numbers_that_are_too_large_are_refused(
-    tmp_path: Path, run: Run, sets: list[str], mentions: list[str]
+    filled: Path, run: Run, sets: list[str], mentions: list[str]
 ) -> None:
-    fill(tmp_path)
-    before = tree(tmp_path)
-    assert_refused(run(tmp_path, "run.toml", sets=sets), *mentions)
-    assert tree(tmp_path) == before
+    before = tree(filled)
+    assert_refused(run(filled, "run.toml", sets=sets), *mentions)
+    assert tree(filled) == before

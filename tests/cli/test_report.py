@@ -23,6 +23,7 @@ from dynmo.events import (
 )
 from dynmo.report.comparison import comparison_table
 from dynmo.report.summary import summarize
+from tests.cli.plans import answer
 from tests.cli.runs import Run, assert_refused
 
 
@@ -35,20 +36,9 @@ def run(dynmo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     return partial(dynmo, "report")
 
 
-def step(
-    number: int,
-    loss: float = 0.1,
-    seconds: float = 0.5,
-    layers: tuple[int, ...] = (4, 4),
-    frozen: int = 0,
-) -> StepEvent:
-    return StepEvent(
-        number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen, inherent_idle=0.0625
-    )
-
-
-def moved(number: int, id: int, target: tuple[int, ...] = (6, 2)) -> RebalanceEvent:
-    return RebalanceEvent(number, id, (4, 4), target, 3 << 20, 0.012, 0.2, "exact: pays")
+def step(number: int, seconds: float, layers: tuple[int, int] = (4, 4), frozen: int = 0) -> Event:
+    rates, loss = (1234.5, 0.25, 0.5, seconds, 1.5, 1e-3), 0.5 - number / 100
+    return StepEvent(number, loss, *rates, layers, frozen, inherent_idle=0.0625)
 
 
 def log(folder: str, events: Sequence[Event]) -> Path:
@@ -62,45 +52,34 @@ def log(folder: str, events: Sequence[Event]) -> Path:
 
 
 def a_run(seconds: float, digest: str = "0123456789abcdef" * 4) -> list[Event]:
-    """Ten steps with a move after five, which halves the step.
-
-    Half a second is between the steps.
-    """
-    before = [step(i, 0.5 - i / 100, seconds) for i in range(5)]
-    after = [step(i, 0.5 - i / 100, seconds / 2, (6, 2), 3) for i in range(5, 10)]
+    """Ten steps, and half a second between them. A move after five halves the step."""
+    before = [step(i, seconds) for i in range(5)]
+    move = RebalanceEvent(5, 1, (4, 4), (6, 2), 3 << 20, 0.012, 0.2, "exact: pays")
+    after = [step(i, seconds / 2, (6, 2), 3) for i in range(5, 10)]
     held_out = EvalEvent(9, 0.31415926)
     end = EndEvent(10, 0.41, digest, 7.5 * seconds + 0.5, "done", 0.05, 0.1, 0.2)
-    return [*before, moved(5, 1), *after, RebalanceResultEvent(9, 1, 0.5), held_out, end]
+    return [*before, move, *after, RebalanceResultEvent(9, 1, 0.5), held_out, end]
 
 
 def test_report_of_one_run(run: Run) -> None:
     log("runs/one", a_run(0.5))
-    status, out, err = run("runs/one")
-    assert (status, err) == (0, "")
+    out = run("runs/one").good
     assert out.startswith("loss 0.410000, held-out loss 0.314159, 10 steps in 3.8 s, 1,234 tok")
     rows = [
         re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")
     ]
-    assert rows == [
-        ["0-4", "4+4", "0", "0.500", "1,234", "25.0%", "6.2%", "18.8%", "0.50"],
-        ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "6.2%", "18.8%", "0.50"],
-    ]
-    assert (
-        "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, "
-        "x2.00 measured\n"
-    ) in out
+    same = ["1,234", "25.0%", "6.2%", "18.8%", "0.50"]
+    assert rows == [["0-4", "4+4", "0", "0.500", *same], ["5-9", "6+2", "3", "0.250", *same]]
+    moved = "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): "
+    assert f"{moved}static to balanced x1.25 predicted, x2.00 measured\n" in out
 
 
 def test_report_compares_several_runs(run: Run) -> None:
-    """Each run is compared with the first.
-
-    Figures are printed whole, although a pipe has no width.
-    """
+    """Figures are printed whole, although a pipe has no width."""
     names = [f"a-name-of-some-length-{i}" for i in range(5)]
     for i, name in enumerate(names):
         log(f"runs/{name}", a_run(0.5 * (i + 1)))
-    status, out, err = run(*(f"runs/{name}/" for name in names))
-    assert (status, err) == (0, "")
+    out = run(*(f"runs/{name}/" for name in names)).good
     assert "…" not in out
     assert out.startswith("Runs compared")
     assert out.count("┏") == 1
@@ -141,10 +120,7 @@ def test_verdict_on_different_or_unfinished_runs(run: Run) -> None:
 def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     log("a", a_run(0.5))
     log("b", a_run(1 / 3))
-    status, out, err = run("a", "b", "--json")
-    assert (status, err) == (0, "")
-    result = json.loads(out)
-    assert out.count("\n") == 1
+    result = answer(run, "a", "b")
     assert result["verdict"] == "same loss and same weights, to the last bit"
     a, b = result["runs"]
     whole = {"name": "a", "steps": 10, "loss": 0.5 - 9 / 100, "held_out": 0.31415926}

@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cli.plans import answer
 from tests.cli.runs import Run, assert_refused
 
 UNIT = ("--tf", "1", "--tb", "1", "--tw", "1")
-FIELDS = [
-    "schedule",
-    "ranks",
-    "microbatches",
-    "span",
-    "makespan",
-    "bubble_ratio",
-    "makespan_bubble_ratio",
-]
-FIELDS += ["idle_ratio", "lower_bound", "peak_memory", "seconds"]
+FIELDS = ["schedule", "ranks", "microbatches", "span", "makespan", "bubble_ratio"]
+FIELDS += ["makespan_bubble_ratio", "idle_ratio", "lower_bound", "peak_memory", "seconds"]
 
 
 @pytest.fixture
@@ -31,12 +23,6 @@ def run(dynmo: Run) -> Run:
 
 def asked(name: str = "zb-h1", ranks: object = 4, microbatches: object = 8) -> tuple[object, ...]:
     return ("schedule", "--schedule", name, "--ranks", ranks, "--microbatches", microbatches)
-
-
-def answer(run: Run, *arguments: object) -> dict[str, Any]:
-    status, out, err = run(*arguments, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
 
 
 def test_costs_are_equal_by_default(dynmo: Run) -> None:
@@ -87,16 +73,11 @@ def test_rounding_never_puts_the_bound_above_the_span(run: Run, microbatches: in
 
 
 def test_json_output_is_the_only_output(run: Run) -> None:
-    status, out, err = run(*asked(), *UNIT, "--json", "--ops", "--grid")
-    assert (status, err) == (0, "")
-    assert out.endswith("}\n")
-    assert out.count("\n") == 1
-    assert list(json.loads(out)) == [*FIELDS, "ops", "grid"]
+    assert list(answer(run, *asked(), *UNIT, "--ops", "--grid")) == [*FIELDS, "ops", "grid"]
 
 
 def test_text_output(run: Run) -> None:
-    status, out, err = run(*asked(), *UNIT)
-    assert (status, err) == (0, "")
+    out = run(*asked(), *UNIT).good
     assert "zb-h1: 4 ranks, 8 microbatches" in out
     assert "makespan bubble ratio" in out
     assert "|F0" not in out
@@ -195,9 +176,8 @@ def test_infinite_memory_sum_is_refused(run: Run, costs: Callable[..., Path]) ->
 def test_w_memory_is_refused_if_the_file_gives_memory(run: Run, costs: Callable[..., Path]) -> None:
     path = costs(f=[1], b=[1], w=[1], mem_f=[2], mem_b=[-1], mem_w=[-1])
     assert answer(run, *asked("1f1b", 1, 4), "--costs", path)["peak_memory"] == [2]
-    assert_refused(
-        run(*asked("1f1b", 1, 4), "--costs", path, "--w-memory", 0.5), "--w-memory", path
-    )
+    done = run(*asked("1f1b", 1, 4), "--costs", path, "--w-memory", 0.5)
+    assert_refused(done, "--w-memory", path)
 
 
 def test_exact_improves_the_schedule_and_proves_the_bound(run: Run) -> None:
@@ -215,12 +195,8 @@ def test_exact_improves_the_schedule_and_proves_the_bound(run: Run) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])
 def test_torch_csv_reads_back(run: Run, tmp_path: Path, name: str) -> None:
     path = tmp_path / "schedule.csv"
-    status, out, err = run(*asked(name), *UNIT, "--json", "--ops", "--torch-csv", path)
-    assert (status, err) == (0, "")
-    written = json.loads(out)
-    status, out, err = run("schedule", "--from-torch-csv", path, *UNIT, "--json", "--ops")
-    assert (status, err) == (0, "")
-    read = json.loads(out)
+    written = answer(run, *asked(name), *UNIT, "--ops", "--torch-csv", path)
+    read = answer(run, "schedule", "--from-torch-csv", path, *UNIT, "--ops")
     assert read["schedule"] == "torch"
     same = ("ranks", "microbatches", "ops", "peak_memory", "lower_bound")
     assert [read[key] for key in same] == [written[key] for key in same]
@@ -233,8 +209,7 @@ def test_torch_csv_matches_a_hand_written_file(run: Run, tmp_path: Path) -> None
     assert run(*asked("zb-h1", 2, 2), *UNIT, "--torch-csv", path)[0] == 0
     assert path.read_text(encoding="utf-8") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
     path.write_text("0F0,,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
-    status, out, _ = run("schedule", "--from-torch-csv", path, *UNIT, "--grid")
-    assert status == 0
+    out = run("schedule", "--from-torch-csv", path, *UNIT, "--grid").good
     assert out.startswith("torch: 2 ranks, 2 microbatches")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.cli.plans import answer
 from tests.cli.runs import Base, Run, assert_refused
 
 EXAMPLE = Path(__file__).parents[2] / "examples/workload.toml"
@@ -44,43 +44,27 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_example_workload_has_the_expected_speedup(run: Run) -> None:
-    status, out, err = run(EXAMPLE, "--json")
-    assert (status, err) == (0, "")
-    assert out.count("\n") == 1
-    result = json.loads(out)
+    result = answer(run, EXAMPLE)
     total = result["total"]
     assert (result["name"], result["layers"], len(result["phases"])) == ("freezing", 48, 24)
     assert total["speedup"] == total["static_seconds"] / total["seconds"]
     assert 1.15 < total["speedup"] < total["perfect_speedup"] < total["bound"] == 6
     assert total["perfect_idle_ratio"] < total["idle_ratio"] < total["static_idle_ratio"]
-    assert (
-        total["rebalances"]
-        == sum(x["moved"] for x in result["rebalances"])
-        == sum(x["rebalances"] for x in result["phases"])
-    )
+    moves = sum(x["moved"] for x in result["rebalances"])
+    assert total["rebalances"] == moves == sum(x["rebalances"] for x in result["phases"])
     assert total["moved_bytes"] == sum(x["moved_bytes"] for x in result["phases"]) > 0
 
 
 def test_text_output(run: Run, small: Path) -> None:
-    status, out, err = run(small)
-    assert (status, err) == (0, "")
+    out = run(small).good
     lines = out.splitlines()
-    assert (
-        lines[0]
-        == "small: 4 layers on 2 ranks, 4 microbatches of zb-h1, 40 steps; exact every 10 steps"
-    )
+    size = "4 layers on 2 ranks, 4 microbatches of zb-h1, 40 steps"
+    assert lines[0] == f"small: {size}; exact every 10 steps"
     assert any("20-39" in line and "3+1" in line for line in lines)
     (moves,) = [line for line in lines if line.startswith("    moves")]
-    assert moves.index("|") - len("          +") == 30, (
-        "the costs change at step 20, and step 30 knows"
-    )
-    assert [line.split()[0] for line in lines[-5:]] == [
-        "policy",
-        "static",
-        "perfect",
-        "bound",
-        "simulated",
-    ]
+    assert moves.index("|") - len("          +") == 30, "10 steps after the costs have changed"
+    words = [line.split()[0] for line in lines[-5:]]
+    assert words == ["policy", "static", "perfect", "bound", "simulated"]
     assert "bound    x2: whole layers over an even placement, ceil(4 / 2)" in lines
     assert "s" in out
     assert "*" in out
@@ -88,16 +72,12 @@ def test_text_output(run: Run, small: Path) -> None:
 
 def test_markup_in_a_name_is_printed_literally(run: Run, small: Path) -> None:
     small.write_text('name = "[bold]small[/x]"\n' + SMALL)
-    status, out, err = run(small)
-    assert (status, err) == (0, "")
-    assert out.startswith("[bold]small[/x]: 4 layers")
+    assert run(small).good.startswith("[bold]small[/x]: 4 layers")
 
 
 def test_plot_is_an_svg_file(run: Run, small: Path) -> None:
     picture = small.with_suffix(".svg")
-    status, out, _ = run(small, "--plot", picture, "--json")
-    assert status == 0
-    assert json.loads(out)["steps"] == 40
+    assert answer(run, small, "--plot", picture)["steps"] == 40
     assert "<svg" in picture.read_text()
 
 
@@ -132,24 +112,21 @@ def test_wrong_paths_are_refused(run: Run, small: Path, tmp_path: Path) -> None:
 
 
 def test_fewest_ranks_of_a_workload(run: Run, small: Path) -> None:
-    needed = json.loads(run(small, "--fewest-ranks", "0.1", "--json").out)["ranks_needed"]
+    needed = answer(run, small, "--fewest-ranks", "0.1")["ranks_needed"]
     assert [moment["ranks"] for moment in needed["moments"]] == [2, 2]
     assert needed["mean"] == 2.0
     assert "needs 1.0 of 2 ranks on average" in run(small, "--fewest-ranks", "1").out
-    assert "ranks_needed" not in json.loads(run(small, "--json").out)
+    assert "ranks_needed" not in answer(run, small)
 
 
 def test_decisions_of_a_run_are_the_same_again(base: Base, run: Run) -> None:
     """The run moved layers after half of them were frozen. Nothing of it is needed but the file."""
     path = base.folder / "runs/main/decisions.jsonl"
-    status, out, _ = run(path, "--json")
-    answer = json.loads(out)
-    assert (status, answer["same"]) == (0, True)
-    kinds = {each["kind"] for each in answer["decisions"]}
-    assert kinds == {"move", "schedule"}
-    assert any(each["decided"]["move"] for each in answer["decisions"] if each["kind"] == "move")
-    status, out, _ = run(path)
-    assert status == 0
+    told = answer(run, path)
+    assert told["same"]
+    assert {each["kind"] for each in told["decisions"]} == {"move", "schedule"}
+    assert any(each["decided"]["move"] for each in told["decisions"] if each["kind"] == "move")
+    out = run(path).good
     assert "the same" in out
     assert "differs" not in out
 

@@ -23,7 +23,6 @@ from tests.cli.runs import (
     assert_refused,
     end,
     events,
-    fill,
     free_port,
     steps,
     train,
@@ -43,6 +42,10 @@ signal.pause()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def of(function: str) -> tuple[str, str]:
+    return f"model.kind=python:models:{function}", "dynamism.cases=[]"
+
+
 def test_interrupted_run_says_how_to_go_on(base: Base) -> None:
     assert base.asked.status == 130
     assert "Traceback" not in base.asked.err
@@ -52,11 +55,8 @@ def test_interrupted_run_says_how_to_go_on(base: Base) -> None:
     checkpoint, last = base.events[at - 1 : at + 1]
     saved = f"runs/main/checkpoints/step-{last['step']:06d}"
     assert base.asked.line == f"dynmo: interrupted; --resume goes on from {saved}"
-    assert (last["reason"], checkpoint["event"], checkpoint["path"]) == (
-        "interrupted",
-        "checkpoint",
-        saved,
-    )
+    assert last["reason"] == "interrupted"
+    assert (checkpoint["event"], checkpoint["path"]) == ("checkpoint", saved)
 
 
 def test_killed_rank_is_reported(base: Base) -> None:
@@ -65,10 +65,8 @@ def test_killed_rank_is_reported(base: Base) -> None:
     assert "rank 1 was ended by SIGKILL" in base.killed.line
     assert "--resume goes on from runs/main/checkpoints/step-0000" in base.killed.line
     assert base.left
-    assert [event["reason"] for event in base.events if event["event"] == "end"] == [
-        "interrupted",
-        "done",
-    ]
+    ends = [event["reason"] for event in base.events if event["event"] == "end"]
+    assert ends == ["interrupted", "done"]
 
 
 def test_stopped_and_killed_run_ends_with_equal_weights(base: Base, pool: Pool) -> None:
@@ -97,17 +95,9 @@ def test_ctrl_c_ends_a_run_after_a_step(work: Path) -> None:
 
 @pytest.mark.matrix
 def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
-    """The message gives the cause, not the failure that follows on the other rank.
-
-    The traceback is in the log of the rank. The next attempt needs --resume or --overwrite.
-    """
-    done = end(
-        train(
-            work,
-            "--json",
-            sets=("model.kind=python:models:tires", "dynamism.cases=[]", "checkpoint.every=0"),
-        )
-    )
+    """The message gives the cause, not the failure that follows on the other rank."""
+    sets = (*of("tires"), "checkpoint.every=0")
+    done = end(train(work, "--json", sets=sets))
     assert (done.status, done.out) == (1, "")
     cause = "rank 1: ArithmeticError: tired of this (models.py:13), in F of layer 2"
     assert cause in done.line
@@ -117,12 +107,11 @@ def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
     assert_refused(run(work, "run.toml"), "runs/main exists")
 
 
-def test_non_finite_loss_ends_the_run(tmp_path: Path, rank: Run) -> None:
+def test_non_finite_loss_ends_the_run(filled: Path, rank: Run) -> None:
     """The run also warns once that its ranks have too few cores."""
-    fill(tmp_path)
     threads = f"parallel.threads={CORES + 1}"
     sets = (*GPT, ONE_RANK, "train.lr=1e30", "train.max_grad_norm=0", threads)
-    done = rank(tmp_path, "run.toml", sets=sets)
+    done = rank(filled, "run.toml", sets=sets)
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert f"{CORES + 1} threads on {CORES} cores" in warning
@@ -157,69 +146,47 @@ def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
 @pytest.mark.matrix
 def test_torchrun_starts_a_run(base: Base, work: Path) -> None:
     """The ranks meet in a file and at 127.0.0.1. No port is open to the network."""
-    options = [
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=store",
-        "--rdzv-conf=store_type=file",
-        "--rdzv-id=test",
-        "--local-addr=127.0.0.1",
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=store", "--rdzv-conf=store_type=file"]
+    command += ["--rdzv-id=test", "--local-addr=127.0.0.1"]
     command += ["-m", "dynmo", "train", "run.toml", "--json"]
-    done = end(
-        start(command, work, {"PYTHONWARNINGS": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    )
+    env = {"PYTHONWARNINGS": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = end(start(command, work, env))
     assert done.status == 0, done.err
     assert json.loads(done.out)["weights_digest"] == json.loads(base.done.out)["weights_digest"]
     assert set(tree(work / "runs/main")) >= {"config.toml", "events.jsonl", "trace.json"}
 
 
-def test_world_size_other_than_the_config_is_refused(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path)
-    world = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for key, value in world.items():
-        monkeypatch.setenv(key, value)
-    done = run(tmp_path, "run.toml")
-    assert_refused(done, "3 ranks", "parallel.pipeline x replicas = 2")
-    assert not (tmp_path / "runs").exists()
+def test_world_size_other_than_the_config_is_refused(filled: Path, rank: Run) -> None:
+    os.environ["WORLD_SIZE"] = "3"
+    assert_refused(rank(filled, "run.toml"), "3 ranks", "parallel.pipeline x replicas = 2")
+    assert not (filled / "runs").exists()
 
 
-def test_rank_of_another_launcher_reports_its_own_error(tmp_path: Path, rank: Run) -> None:
-    """Another launcher does not report the cause, so the rank does.
-
-    `--overwrite` replaces the old run.
-    """
-    fill(tmp_path)
-    (tmp_path / "runs/main").mkdir(parents=True)
-    (tmp_path / "runs/main/config.toml").write_text("")
-    (tmp_path / "runs/main/old").write_text("of an earlier run")
-    sets = ("model.kind=python:models:tires", "dynamism.cases=[]", "parallel.pipeline=1")
-    done = rank(tmp_path, "run.toml", "--overwrite", sets=sets)
+def test_rank_of_another_launcher_reports_its_own_error(filled: Path, rank: Run) -> None:
+    """Another launcher does not report the cause. `--overwrite` replaces the old run."""
+    run = filled / "runs/main"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("")
+    (run / "old").write_text("of an earlier run")
+    done = rank(filled, "run.toml", "--overwrite", sets=(*of("tires"), ONE_RANK))
     assert (done.status, done.out.count("\n")) == (1, 1)
     cause = "rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2"
     assert cause in done.line
-    assert set(tree(tmp_path / "runs/main")) == {"config.toml", "events.jsonl"}
+    assert set(tree(run)) == {"config.toml", "events.jsonl"}
     # Wrong input leaves what was there.
-    before = tree(tmp_path)
-    done = rank(
-        tmp_path, "run.toml", "--overwrite", sets=("model.kind=python:models:raises", *sets[1:])
-    )
+    before, raises = tree(filled), (*of("raises"), ONE_RANK)
+    done = rank(filled, "run.toml", "--overwrite", sets=raises)
     assert (done.status, done.err.count("\n")) == (2, 1)
-    assert tree(tmp_path) == before
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
-    done = rank(
-        tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:])
-    )
-    assert not (tmp_path / "runs/new").exists()
+    assert tree(filled) == before
+    assert [path.name for path in (filled / "runs").iterdir()] == ["main"]
+    rank(filled, "run.toml", sets=("name=new", *raises))
+    assert not (filled / "runs/new").exists()
 
 
-def test_truncated_text_file_ends_the_run_with_a_reason(tmp_path: Path, rank: Run) -> None:
+def test_truncated_text_file_ends_the_run_with_a_reason(filled: Path, rank: Run) -> None:
     """A layer cuts the file in the second step. The rank is not ended by SIGBUS."""
-    fill(tmp_path)
-    sets = ("model.kind=python:models:cuts", "dynamism.cases=[]", "checkpoint.every=0", ONE_RANK)
-    done = rank(tmp_path, "run.toml", sets=sets)
+    done = rank(filled, "run.toml", sets=(*of("cuts"), "checkpoint.every=0", ONE_RANK))
     assert (done.status, done.out) == (1, "")
     assert 'data.source = "file:text"' in done.line
     assert "19000 bytes" in done.line
@@ -227,9 +194,7 @@ def test_truncated_text_file_ends_the_run_with_a_reason(tmp_path: Path, rank: Ru
 
 @pytest.mark.matrix
 def test_crash_leaves_the_stack_in_the_rank_log(work: Path) -> None:
-    """The terminal shows one line."""
-    sets = ("model.kind=python:models:crashes", "dynamism.cases=[]", ONE_RANK)
-    done = end(train(work, sets=sets))
+    done = end(train(work, sets=(*of("crashes"), ONE_RANK)))
     assert_refused(done, "was ended by SIGSEGV", status=1)
     log = re.search(r"\S+/rank-\d.log", done.line)
     assert log is not None
@@ -238,64 +203,47 @@ def test_crash_leaves_the_stack_in_the_rank_log(work: Path) -> None:
 
 def refused(pool: Pool, folder: Path, *sets: tuple[str, ...]) -> list[Done]:
     """How `dynmo train` ends on ranks that another launcher started with these values."""
-    fill(folder)
     lines = [
         ["train", "run.toml", *(word for text in given for word in ("--set", text))]
         for given in sets
     ]
     given = {"lines": lines, "folder": str(folder), "port": free_port()}
-    return [Done(*ended) for ended in pool.run("command", len(sets), **given)]
+    ended = [Done(*each) for each in pool.run("command", len(sets), **given)]
+    assert not list((folder / "runs").iterdir())
+    return ended
 
 
-def test_model_that_differs_by_rank_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_model_that_differs_by_rank_is_refused(pool: Pool, filled: Path) -> None:
     """The error names the first different layer before ranks exchange other messages."""
-    sets = ("model.kind=python:models:longer", "dynamism.cases=[]")
-    for done in refused(pool, tmp_path, sets, sets):
+    for done in refused(pool, filled, of("longer"), of("longer")):
         assert_refused(done, "layer 2", "rank 0 and rank 1")
-    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_configs_that_differ_by_rank_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_configs_that_differ_by_rank_are_refused(pool: Pool, filled: Path) -> None:
     """Every rank reports its own value. `parallel.timeout` may differ."""
     sets = [("train.lr=0.5", "parallel.timeout=20"), ("train.lr=0.25", "parallel.timeout=30")]
-    for rank, done in enumerate(refused(pool, tmp_path, *sets)):
+    for rank, done in enumerate(refused(pool, filled, *sets)):
         mine = f"train.{sets[rank][0][6:].replace('=', ' = ')} on rank {rank}"
         assert_refused(done, "rank 0 and rank 1", mine)
-    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_silent_listener_on_the_port_times_out(
-    tmp_path: Path, rank: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program listens on MASTER_PORT and never answers.
-
-    The run ends with one line after the timeout.
-    """
-    fill(tmp_path)
+def test_silent_listener_on_the_port_times_out(filled: Path, rank: Run) -> None:
+    """Another program listens on MASTER_PORT and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(server.getsockname()[1])}
-        for key, value in world.items():
-            monkeypatch.setenv(key, value)
-        done = rank(tmp_path, "run.toml", sets=("parallel.timeout=1.0",))
+        port = str(server.getsockname()[1])
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
+        done = rank(filled, "run.toml", sets=("parallel.timeout=1.0",))
     assert_refused(done, "rank 1 waited 1 s", "rank 0 at 127.0.0.1:", status=1)
-    assert not (tmp_path / "runs").exists()
+    assert not (filled / "runs").exists()
 
 
 @pytest.mark.matrix
 def test_signal_to_one_slurm_task_stops_all_tasks(work: Path) -> None:
     """One of two tasks gets the signal. Both stop after the same step."""
-    job = {
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "localhost",
-        "MASTER_PORT": free_port(),
-    }
-    tasks = [
-        train(
-            work, "--json", sets=LONG, env=job | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
-        )
-        for i in range(2)
-    ]
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+    job["MASTER_PORT"] = free_port()
+    ids = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    tasks = [train(work, "--json", sets=LONG, env=job | each) for each in ids]
     wait_until(lambda: steps(work, "main") >= 3)
     tasks[1].send_signal(signal.SIGINT)
     first, second = end(tasks[0]), end(tasks[1])

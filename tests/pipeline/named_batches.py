@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,53 +92,49 @@ def plain_losses(
     return losses
 
 
+def run(
+    world: dynmo.World,
+    layers: list[nn.Module],
+    share: Callable[[int, int, int], Any],
+    replicas: int = 1,
+    moves: Sequence[int] = (),
+    steps: int = 4,
+    **options: Any,
+) -> tuple[dynmo.Pipeline, dict[str, Any]]:
+    """Trains on the shares of each step's batch. Layers move before the steps `moves`."""
+    given = {"schedule": "zb-h1", "reduction_slots": 2, "microbatches": 4 // replicas} | options
+    pipeline = dynmo.Pipeline(dynmo.Sequential(layers), world, replicas=replicas, **given)
+    results = list[dynmo.StepResult]()
+    for step in range(steps):
+        if step in moves:
+            first, *rest, last = pipeline.partition.counts
+            counts = [first + last - 1, *rest, 1]
+            pipeline.move(counts if step == moves[0] else counts[::-1])
+        own = share(step, pipeline.replica, replicas)
+        results += pipeline.advance(own if pipeline.needs_data else None)
+    results += pipeline.drain()
+    return pipeline, {"losses": [result.loss for result in results], "counted": results[0].counted}
+
+
 def train(
     world: dynmo.World,
     replicas: int = 1,
-    schedule: str = "zb-h1",
     as_list: bool = False,
     moves: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains 4 steps. Ranks in the middle of a pipeline have no data."""
-    count = 4 // replicas
-    pipeline = dynmo.Pipeline(
-        dynmo.Sequential(make_layers()),
-        world,
-        microbatches=count,
-        replicas=replicas,
-        schedule=schedule,
-        reduction_slots=2,
-        optimizer=dynmo.SGD(lr=0.1, momentum=0.9, weight_decay=0.0),
-        max_grad_norm=0,
-        **options,
-    )
-    losses, counted = list[float](), list[float]()
 
-    def own(step: int) -> Any:
-        if not pipeline.needs_data:
-            return None
-        batch = cut(make_batch(step), replicas)[pipeline.replica]
-        return cut(batch, count) if as_list else batch
-
-    for step in range(4):
-        if moves and step == 2:
-            counts = list(pipeline.partition.counts)
-            counts[0], counts[-1] = counts[0] + counts[-1] - 1, 1
-            pipeline.move(counts)
-        for result in pipeline.advance(own(step)):
-            losses.append(result.loss)
-            counted.append(result.counted)
-    losses += [result.loss for result in pipeline.drain()]
+    def share(step: int, replica: int, replicas: int) -> Any:
+        batch = cut(make_batch(step), replicas)[replica]
+        return cut(batch, 4 // replicas) if as_list else batch
 
     def metrics(output: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"right": (output.argmax(-1) == labels).sum(), "tokens": (labels != -100).sum()}
 
-    evaluated, sums = pipeline.evaluate(own(0), metrics=metrics)
-    return {
-        "losses": losses,
-        "counted": counted[:1],
-        "evaluated": evaluated,
-        "sums": sums,
-        "weights": pipeline.digest(),
-    }
+    options |= {"optimizer": dynmo.SGD(lr=0.1, momentum=0.9, weight_decay=0.0), "max_grad_norm": 0}
+    at = (2,) if moves else ()
+    pipeline, told = run(world, make_layers(), share, replicas, at, **options)
+    own = share(0, pipeline.replica, replicas) if pipeline.needs_data else None
+    evaluated, sums = pipeline.evaluate(own, metrics=metrics)
+    return told | {"evaluated": evaluated, "sums": sums, "weights": pipeline.digest()}

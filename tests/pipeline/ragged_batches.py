@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dynmo
 from dynmo.runtime.comm.world import World as RuntimeWorld
 from tests.pipeline.jobs import make
-from tests.pipeline.named_batches import VOCABULARY, Head
+from tests.pipeline.named_batches import VOCABULARY, Head, run
 
 HIDDEN = 8
 
@@ -59,39 +59,18 @@ def make_batch(step: int, microbatches: int) -> list[dict[str, Tensor]]:
 
 
 def train(
-    world: dynmo.World,
-    replicas: int = 1,
-    schedule: str = "zb-h1",
-    moves: bool = False,
-    steps: int = 6,
-    **options: Any,
+    world: dynmo.World, replicas: int = 1, moves: bool = False, steps: int = 6, **options: Any
 ) -> dict[str, Any]:
     """Trains on lists of microbatches."""
-    count = 4 // replicas
-    pipeline = dynmo.Pipeline(
-        dynmo.Sequential(make_layers()),
-        world,
-        microbatches=count,
-        replicas=replicas,
-        schedule=schedule,
-        reduction_slots=2,
-        **options,
-    )
-    losses = list[float]()
-    for step in range(steps):
-        if moves and step in (1, 4):
-            counts = list(pipeline.partition.counts)
-            counts[0], counts[-1] = counts[0] + counts[-1] - 1, 1
-            pipeline.move(counts if step == 1 else counts[::-1])
-        own = make_batch(step, 4)[pipeline.replica * count :][:count]
-        results = pipeline.advance(own if pipeline.needs_data else None)
-        losses += [result.loss for result in results]
-    losses += [result.loss for result in pipeline.drain()]
-    evaluated = pipeline.evaluate(make_batch(0, 4)[pipeline.replica * count :][:count])
-    return {
-        "losses": losses,
+
+    def share(step: int, replica: int, replicas: int) -> list[dict[str, Tensor]]:
+        return make_batch(step, 4)[replica * 4 // replicas :][: 4 // replicas]
+
+    at = (1, 4) if moves else ()
+    pipeline, told = run(world, make_layers(), share, replicas, at, steps, **options)
+    return told | {
         "weights": pipeline.digest(),
-        "evaluated": evaluated,
+        "evaluated": pipeline.evaluate(share(0, pipeline.replica, replicas)),
         "activations": [cost.activation_bytes for cost in pipeline.costs()],
     }
 

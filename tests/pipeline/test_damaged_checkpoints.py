@@ -1,7 +1,4 @@
-"""Damaged checkpoints: refused in one line by all ranks, or the one before is used.
-
-A run or a loop that goes on after all ends with the weights of an undisturbed one.
-"""
+"""Damaged checkpoints: refused in one line by all ranks, or the one before is used."""
 
 from __future__ import annotations
 
@@ -178,21 +175,9 @@ def _damages() -> dict[str, tuple[Damage, str]]:
 
 
 DAMAGES = _damages()
-EVERYDAY = [
-    "M empty",
-    "M pipe",
-    "M link /dev/zero",
-    "M of another training",
-    "T flip middle",
-    "T of the one before",
-    "T another beside it",
-    "J gone",
-    "layers swapped",
-    "latest pipe",
-    "all flipped",
-    "state partition",
-]
 OF_RUNS = ["T flip middle", "layers swapped", "all flipped", "state partition"]
+EVERYDAY = ["M empty", "M pipe", "M link /dev/zero", "M of another training", "J gone", *OF_RUNS]
+EVERYDAY += ["T of the one before", "T another beside it", "latest pipe"]
 
 
 @pytest.mark.parametrize(
@@ -211,17 +196,18 @@ def test_damaged_checkpoint_is_never_used(
     pool: Pool, tmp_path: Path, begin: str, go_on: str, names: list[str]
 ) -> None:
     whole, other = tmp_path / "whole", tmp_path / "other"
-    for folder in (whole, other):
-        folder.mkdir()
+    whole.mkdir()
+    other.mkdir()
     (digest, _) = pool.run(JOBS + begin, 2, config=CONFIG, folder=str(whole))
     pool.run(JOBS + begin, 2, config=CONFIG | {"seed": 5}, folder=str(other))
     shutil.rmtree(whole / "checkpoints/step-000004")
     (whole / "checkpoints/latest").write_text("step-000003")
-    for name in names:
-        shutil.copytree(whole, tmp_path / name.replace("/", "_"), symlinks=True)
-        DAMAGES[name][0](Saved(tmp_path / name.replace("/", "_"), other))
-    folders = [str(tmp_path / name.replace("/", "_")) for name in names]
-    ranks = pool.run(JOBS + go_on, 2, timeout=300.0, config=CONFIG, folders=folders)
+    folders = [tmp_path / name.replace("/", "_") for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        shutil.copytree(whole, folder, symlinks=True)
+        DAMAGES[name][0](Saved(folder, other))
+    given = {"config": CONFIG, "folders": list(map(str, folders))}
+    ranks = pool.run(JOBS + go_on, 2, timeout=300.0, **given)
     for name, *each in zip(names, *ranks, strict=True):
         used = DAMAGES[name][1]
         for row in each:

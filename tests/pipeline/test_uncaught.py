@@ -95,15 +95,9 @@ def test_interrupted_loop_says_one_line_a_rank(tmp_path: Path, who: str) -> None
 @pytest.mark.parametrize("ends", ["first", "meanwhile", "last"])
 def test_waiting_thread_does_not_abort_a_failed_process(tmp_path: Path, ends: str) -> None:
     """Rank 0 fails while one of its threads waits for rank 1, which ends, too."""
-    shared = {
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RANK_1_ENDS": ends,
-    }
+    shared = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "RANK_1_ENDS": ends}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, str(HERE / "waiting_thread.py")]
     ranks = [
         start(command, tmp_path, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -1,11 +1,11 @@
-"""Jobs of the pool's ranks in tests of ranks that leave and join.
-
-Each function takes the job's world first.
-"""
+"""Jobs of the pool's ranks in tests of ranks that leave and join."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from dynmo.elastic.join_requests import Newcomer, join_request_text
 from dynmo.elastic.member import own_member
@@ -20,11 +20,7 @@ from tests.jobs import model_of, parsed, train_elastic
 def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
     """All but the last rank train once the last one has asked to join.
 
-    Args:
-        world: World of all ranks.
-        config: Configuration of the run.
-        newcomer: Action of the last rank when it is called: "joins", "stays away", "has no room"
-            or "has other code".
+    When that one is called, it "joins", "stays away", "has no room" or "has other code".
     """
     last = world.size - 1
     assert world.home is not None
@@ -40,24 +36,15 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
         return {"left": True}
     if newcomer == "has other code":
         other = identity.model_copy(update={"code": {"own.py": "other"}})
-        try:
+        with pytest.raises(ConfigError) as refused:
             Newcomer(world.home, join_request_text(own_member(-1), other), 20).wait()
-        except ConfigError as error:
-            return {"left": True, "error": str(error)}
+        return {"left": True, "error": str(refused.value)}
     if newcomer == "joins":
         return _come(world, config)
-    usual = migration.check_announced
-
-    def full(*_: object) -> None:
-        raise RunError("no room for a layer")
-
-    migration.check_announced = full
-    try:
-        return _come(world, config)
-    except RunError as error:
-        return {"left": True, "error": str(error)}
-    finally:
-        migration.check_announced = usual
+    full = mock.Mock(side_effect=RunError("no room for a layer"))
+    with mock.patch.object(migration, "check_announced", full), pytest.raises(RunError) as failed:
+        _come(world, config)
+    return {"left": True, "error": str(failed.value)}
 
 
 def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
@@ -70,14 +57,7 @@ def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 def cannot_give(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """As `train_elastic`, on ranks of which the last cannot pack a layer."""
-    usual = migration.pack
-
-    def fail(*_: object) -> Any:
-        raise OSError("no memory to pack")
-
-    if world.rank == world.size - 1:
-        migration.pack = fail
-    try:
+    fail = mock.Mock(side_effect=OSError("no memory to pack"))
+    pack = fail if world.rank == world.size - 1 else migration.pack
+    with mock.patch.object(migration, "pack", pack):
         return train_elastic(world, config)
-    finally:
-        migration.pack = usual

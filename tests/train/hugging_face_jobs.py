@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,13 @@ from tests.pool import Pool
 def prepare(pool: Pool) -> None:
     """All ranks import transformers at once. None waits for the import of another one later."""
     pool.run("tests.train.hugging_face_jobs:import_transformers", 4, timeout=300)
+
+
+def run(pool: Pool, config: dict[str, Any], folder: Path, **options: Any) -> Any:
+    """Trains in a folder. Returns what rank 0 knows."""
+    folder.mkdir(exist_ok=True)
+    ranks = parse(config).ranks
+    return pool.run("train_in", ranks, config=config, folder=str(folder), **options)[0]
 
 
 def import_transformers(world: World) -> None:

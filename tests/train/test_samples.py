@@ -27,6 +27,7 @@ from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import save
 from tests.pool import JobFailed, Pool
+from tests.train.hugging_face_jobs import run
 
 RECORDS = 24
 
@@ -54,13 +55,6 @@ def settings(model: Path, lines: list[str], **sections: Any) -> dict[str, Any]:
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     return [json.dumps(row) for row in rows]
-
-
-def run(pool: Pool, config: dict[str, Any], folder: Path, **options: Any) -> Any:
-    folder.mkdir(exist_ok=True)
-    parallel = config.get("parallel", {})
-    ranks = parallel.get("pipeline", 1) * parallel.get("replicas", 1)
-    return pool.run("train_in", ranks, config=config, folder=str(folder), **options)[0]
 
 
 def samples_of(microbatch: dict[str, Tensor]) -> Iterator[tuple[list[int], list[int]]]:

@@ -19,33 +19,31 @@ from dynmo.train.setup import device_for, warnings_of
 
 
 def limit_of(config: Config, device: torch.device, others: Sequence[int] = ()) -> Limit:
-    """The limit of a rank of a world of the config's ranks on this device.
-
-    `others` are the limits of the ranks behind this one. None: they are equal.
-    """
+    """The limit of a rank on this device. `others` are those of the ranks behind, if unequal."""
 
     def gather(own: torch.Tensor, what: str) -> torch.Tensor:
         del what
         return torch.stack([own, *map(torch.tensor, others)])
 
-    staged = config.parallel.staged
-    world = SimpleNamespace(
-        device=device,
-        staged=staged,
-        is_outside=False,
-        everyone=SimpleNamespace(size=config.ranks, gather=gather),
-    )
+    everyone = SimpleNamespace(size=config.ranks, gather=gather)
+    known = {"staged": config.parallel.staged, "is_outside": False}
+    world = SimpleNamespace(device=device, everyone=everyone, **known)
     return rank_memory_limit(config.options, cast(World, world))
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of 80 GiB, as far as torch says."""
+    found = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    return torch.device("cuda", 0)
+
+
 def test_first_partition_follows_the_config() -> None:
-    loaded = parse(
-        {"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}}
-    )
-    assert first_partition(loaded.options, 8).counts == (1, 2, 5)
-    assert first_partition(
-        parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}).options, 8
-    ).counts == (3, 3, 2)
+    given = {"model": {"blocks": 3}, "parallel": {"pipeline": 3}}
+    placed = parse(given | {"balance": {"initial": [1, 2, 5]}})
+    assert first_partition(placed.options, 8).counts == (1, 2, 5)
+    assert first_partition(parse(given).options, 8).counts == (3, 3, 2)
 
 
 def test_memory_limit_and_device_follow_the_config() -> None:
@@ -60,9 +58,8 @@ def test_memory_limit_and_device_follow_the_config() -> None:
 
 
 def test_too_few_cores_give_a_warning() -> None:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    every = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     assert warnings_of(load(overrides=[f"parallel.threads={cores}"])) == []
     (warning,) = warnings_of(load(overrides=[f"parallel.threads={cores + 1}"]))
     assert f"on {cores} cores" in warning
@@ -71,10 +68,7 @@ def test_too_few_cores_give_a_warning() -> None:
 
 
 def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables are set before torch looks for a device.
-
-    Values that the user has set stay.
-    """
+    """Torch has not looked for a device yet. Values that the user has set stay."""
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
     seen: list[list[str | None]] = []
 
@@ -94,60 +88,36 @@ def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPat
     assert seen[-1][1] == "LAZY"
 
 
-def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five ranks over gloo share two GPUs in turn. Each has a third of the memory.
-
-    NCCL refuses to share a GPU.
-    """
+def test_ranks_share_a_device(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks over gloo share two GPUs in turn. NCCL refuses to share a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
-    )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     shared = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5, "backend": "gloo"}})
     assert [device_for(shared, rank).index for rank in range(5)] == chosen == [0, 1, 0, 1, 0]
-    whole = limit_of(parse({}), torch.device("cuda", 0))
+    whole = limit_of(parse({}), gpu)
     assert isinstance(whole, int)
-    assert limit_of(shared, torch.device("cuda", 0)) == whole // 3
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets "
-            r"ranks share one"
-        ),
-    ):
+    assert limit_of(shared, gpu) == whole // 3
+    says = r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets "
+    with pytest.raises(ConfigError, match=f"{says}ranks share one"):
         device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
 
 
-def test_memory_limit_leaves_a_reserve_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
-    )
-    cuda = torch.device("cuda", 0)
-    whole = limit_of(parse({}), cuda)
-    assert isinstance(whole, int)
-    assert 72 << 30 < whole < 73 << 30
-    assert limit_of(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
-    assert limit_of(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30
-
-
-def test_ranks_agree_on_limits_of_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_limits_that_leave_a_reserve(gpu: torch.device) -> None:
     """A rank of a pipeline has the least of its replicas' devices."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
-    )
-    cuda = torch.device("cuda", 0)
-    own = limit_of(parse({}), cuda)
+    own = limit_of(parse({}), gpu)
     assert isinstance(own, int)
+    assert 72 << 30 < own < 73 << 30
+    assert limit_of(parse({"parallel": {"pipeline": 4, "slices": True}}), gpu) == own // 4
+    assert limit_of(parse({"pipeline": {"memory_limit": "80GiB"}}), gpu) == 80 << 30
     two = parse({"parallel": {"pipeline": 2}})
-    assert limit_of(two, cuda, [own]) == own
-    assert limit_of(two, cuda, [5000]) == (own, 5000)
+    assert limit_of(two, gpu, [own]) == own
+    assert limit_of(two, gpu, [5000]) == (own, 5000)
     mesh = {"parallel": {"pipeline": 2, "replicas": 2}}
-    assert limit_of(parse(mesh), cuda, [7000, 5000, own]) == (7000, 5000)
+    assert limit_of(parse(mesh), gpu, [7000, 5000, own]) == (7000, 5000)
     changes = parse(mesh | {"elastic": {"reshape": True}, "train": {"reduction_slots": 4}})
-    assert limit_of(changes, cuda, [7000, 5000, own]) == 5000
+    assert limit_of(changes, gpu, [7000, 5000, own]) == 5000

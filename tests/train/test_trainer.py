@@ -1,12 +1,10 @@
-"""The training loop: runs that stop, resume and end.
-
-A resumed run ends like an uninterrupted run.
-"""
+"""The training loop: runs that stop, resume and end."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from dynmo.config import load
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
 from dynmo.report.summary import summarize
+from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
 from tests.pool import JobFailed, Pool
 
@@ -23,17 +22,11 @@ AUTO = {"cases": ["freezing"], "freezing": {"policy": "autofreeze", "every": 2}}
 
 
 def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    train = {"steps": 9, "global_batch": 6, "micro_batch": 2, "lr": 1e-2}
     return {
         "seed": 3,
         "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
-        "train": {
-            "steps": 9,
-            "global_batch": 6,
-            "micro_batch": 2,
-            "lr": 1e-2,
-            "warmup": 2,
-            "max_grad_norm": 0.5,
-        },
+        "train": train | {"warmup": 2, "max_grad_norm": 0.5},
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "balance": {"balancer": RANDOM_MOVES, "every": 1},
         "dynamism": dynamism,
@@ -42,50 +35,36 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
     } | changes
 
 
-@pytest.mark.parametrize(
-    "dynamism",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.matrix),
-        pytest.param(SCHEDULED, id="scheduled", marks=pytest.mark.matrix),
-        pytest.param(AUTO, id="autofreeze"),
-    ],
-)
+def trained(
+    pool: Pool, ranks: int, folder: Path, dynamism: dict[str, Any] = SCHEDULED, **options: Any
+) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    given = {"config": config(ranks, dynamism), "folder": str(folder)}
+    return pool.run("train_in", ranks, **given, **options)
+
+
+@pytest.mark.parametrize("dynamism", mostly_matrix([{}, SCHEDULED, AUTO], [AUTO]))
 def test_resumed_run_equals_the_uninterrupted_run(
     pool: Pool, tmp_path: Path, dynamism: dict[str, Any]
 ) -> None:
-    """A signal stops a run after step 1. The run resumes on fewer ranks.
-
-    The run stops once more and resumes on more ranks. Loss and weights are the same.
-    """
-    whole = pool.run(
-        "train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole"))
-    )
-    folder = str(_made(tmp_path / "parts"))
-    first = pool.run("train_in", 3, config=config(3, dynamism), folder=folder, stop_after=1)
+    """A run stops, resumes on fewer ranks, stops once more, and resumes on more ranks."""
+    train = partial(trained, pool, dynamism=dynamism)
+    whole, folder = train(3, tmp_path / "whole"), tmp_path / "parts"
+    first = train(3, folder, stop_after=1)
     assert [(r["interrupted"], r["steps"]) for r in first] == [(True, first[0]["steps"])] * 3
     assert 2 <= first[0]["steps"] <= 4
-    second = pool.run(
-        "train_in",
-        1,
-        config=config(1, dynamism),
-        folder=folder,
-        resume=True,
-        stop_after=first[0]["steps"],
-    )
+    second = train(1, folder, resume=True, stop_after=first[0]["steps"])
     assert first[0]["steps"] < second[0]["steps"] < 8
-    third = pool.run("train_in", 4, config=config(4, dynamism), folder=folder, resume=True)
+    third = train(4, folder, resume=True)
     assert not third[0]["interrupted"]
     assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
     assert third[0]["loss"] == whole[0]["loss"]
-    events = [list(read(Path(f) / "events.jsonl")) for f in (tmp_path / "whole", folder)]
+    events = [list(read(f / "events.jsonl")) for f in (tmp_path / "whole", folder)]
     losses = [{e.step: e.loss for e in each if isinstance(e, StepEvent)} for each in events]
     assert losses[0] == losses[1]
     assert sorted(losses[1]) == list(range(9))
-    assert [e.reason for e in events[1] if isinstance(e, EndEvent)] == [
-        "interrupted",
-        "interrupted",
-        "done",
-    ]
+    reasons = [e.reason for e in events[1] if isinstance(e, EndEvent)]
+    assert reasons == ["interrupted", "interrupted", "done"]
     frozen = [{e.step: e.frozen for e in each if isinstance(e, StepEvent)} for each in events]
     assert frozen[0] == frozen[1]
     if dynamism:
@@ -96,16 +75,11 @@ def test_resumed_run_equals_the_uninterrupted_run(
     assert moves[0].step < first[0]["steps"] < second[0]["steps"] <= moves[-1].step
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 @pytest.fixture(scope="module")
 def finished(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a run of two ranks that has ended, and its result."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder))[0]
+    return folder, trained(pool, 2, folder)[0]
 
 
 @pytest.fixture
@@ -134,7 +108,7 @@ def test_damaged_checkpoint_is_skipped(pool: Pool, ended: tuple[Path, Any]) -> N
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
     tensors.write_bytes(data)
-    resumed = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
+    resumed = trained(pool, 2, folder, resume=True)
     assert resumed[0]["weights_digest"] == whole["weights_digest"]
     assert [e.step for e in read(log) if isinstance(e, StepEvent)] == [*range(9), 6, 7, 8]
 
@@ -166,9 +140,7 @@ def test_checkpoint_of_an_earlier_version_loads(pool: Pool, ended: tuple[Path, A
 def test_resumed_finished_run_keeps_its_result(pool: Pool, ended: tuple[Path, Any]) -> None:
     """No step is left, and the loss is still known. The log has no NaN."""
     folder, done = ended
-    (resumed, _) = pool.run(
-        "train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True
-    )
+    (resumed, _) = trained(pool, 2, folder, resume=True)
     for key in ("loss", "weights_digest", "steps", "interrupted"):
         assert resumed[key] == done[key]
     json.loads((folder / "events.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
@@ -196,7 +168,7 @@ def test_unwritable_costs_file_does_not_fail_the_run(pool: Pool, cut: tuple[Path
     folder, whole = cut
     (folder / "costs.json").unlink()
     (folder / "costs.json.tmp").mkdir()
-    pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
+    trained(pool, 2, folder, resume=True)
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["weights_digest"]) == ("end", whole["weights_digest"])
     assert not (folder / "costs.json").exists()
@@ -204,19 +176,18 @@ def test_unwritable_costs_file_does_not_fail_the_run(pool: Pool, cut: tuple[Path
 
 def test_measured_threshold_is_saved_in_the_run_config(pool: Pool, tmp_path: Path) -> None:
     """The saved config gives the same bits without a measurement, on any machine."""
-    pruning = {
-        "cases": ["pruning"],
-        "pruning": {"start": 1, "end": 3, "every": 2, "dense_below": "measured"},
-    }
-    wanted = config(2, pruning)
+    pruning = {"start": 1, "end": 3, "every": 2, "dense_below": "measured"}
+    wanted = config(2, {"cases": ["pruning"], "pruning": pruning})
     wanted["train"]["steps"] = 4
-    first = pool.run("train_in", 2, config=wanted, folder=str(_made(tmp_path / "first")))
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    first = pool.run("train_in", 2, config=wanted, folder=str(tmp_path / "first"))
     recorded = load(tmp_path / "first" / "config.toml").model_dump(mode="json")
     table = recorded["dynamism"]["pruning"]["dense_below"]
     assert sorted(table) == ["128x16", "16x16", "16x64", "48x16"]
     assert all(0 <= share <= 1 for share in table.values())
     (tmp_path / "first" / "config.toml").unlink()
-    resumed = pool.run("train_in", 2, config=recorded, folder=str(_made(tmp_path / "again")))
+    resumed = pool.run("train_in", 2, config=recorded, folder=str(tmp_path / "again"))
     assert [r["weights_digest"] for r in resumed] == [r["weights_digest"] for r in first]
     assert not (tmp_path / "again" / "config.toml").exists(), "it says it already"
 
@@ -244,10 +215,7 @@ def test_resuming_with_another_model_is_refused(pool: Pool, ended: tuple[Path, A
 
 
 def test_output_cache_without_repeated_batches_is_refused(pool: Pool) -> None:
-    """Every rank raises the same error.
-
-    Evaluations repeat. Single sequences and whole batches repeat in a later epoch.
-    """
+    """Evaluations repeat. Single sequences and whole batches repeat in a later epoch."""
     cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
     wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})
     wanted["model"]["dropout"] = 0.0
@@ -256,6 +224,5 @@ def test_output_cache_without_repeated_batches_is_refused(pool: Pool) -> None:
     assert str(caught.value).count("cache_bytes = 1048576") >= 2
     wanted["train"] |= {"steps": 6, "eval_every": 2}
     (end,) = [e for e in pool.run("events", 2, config=wanted)[0] if e["event"] == "end"]
-    assert end["spared_forwards"] == 2 * 2 * 4, (
-        "two frozen layers in two more evaluations of four microbatches"
-    )
+    # Two frozen layers in two more evaluations of four microbatches.
+    assert end["spared_forwards"] == 2 * 2 * 4
