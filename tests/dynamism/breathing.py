@@ -1,7 +1,4 @@
-"""A case that freezes three quarters of the layers for a while.
-
-It is for tests of ranks that leave and come back.
-"""
+"""A case that freezes three quarters of the layers for a while, so that ranks leave."""
 
 from dynmo.dynamism.case import Change, Dynamism
 

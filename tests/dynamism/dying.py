@@ -1,7 +1,4 @@
-"""A case whose rank is killed while layers move to other ranks.
-
-It is for tests of what is lost.
-"""
+"""A case whose rank is killed while layers move to other ranks."""
 
 import os
 import signal

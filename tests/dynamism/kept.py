@@ -48,7 +48,6 @@ class Kept:
 
 
 def short_run(case: str, options: dict[str, Any], ranks: int, blocks: int) -> dict[str, Any]:
-    """Nine steps of a small GPT with a case."""
     return {
         "seed": 7,
         "model": {"blocks": blocks, "hidden": 16, "heads": 2, "sequence": 8},

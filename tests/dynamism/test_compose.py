@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from dynmo.config import parse
-from dynmo.train.setup import cases_of
+from dynmo.errors import ConfigError
+from dynmo.train.setup import cases_of, model_of
 from tests.combinations import mostly_matrix
 from tests.dynamism.test_egeria import LONG, OPTIONS
 from tests.equality import RANDOM_MOVES, run, same
@@ -39,12 +41,31 @@ def test_case_order_does_not_depend_on_the_config() -> None:
     assert order[-2:] == ["freezing", "layer_drop"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "schedule"), mostly_matrix([(3, "zb-h2"), (2, "zb-v")], everyday=[(3, "zb-h2")])
-)
+RUNS = [(3, "zb-h2"), (2, "zb-v")]
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), mostly_matrix(RUNS, RUNS[:1]))
 def test_all_cases_together_have_the_same_digest(pool: Pool, ranks: int, schedule: str) -> None:
     expected = run(pool, config(1, "1f1b", CASES))[0]
     assert max(expected["frozen"]) > expected["frozen"][-1] == 0, "nothing froze, or nothing thawed"
     results = run(pool, config(ranks, schedule, CASES))
     same(results, expected)
     assert results[0]["frozen"] == expected["frozen"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("early_exit", r"early_exit.*`exits` and `seen`"),
+        ("mixture_of_depths", r"mixture_of_depths.*`router`"),
+        ("sparse_attention", "`sparse_attention`"),
+    ],
+)
+def test_a_model_without_the_modules_of_a_case_is_refused(name: str, message: str) -> None:
+    given = parse({"dynamism": {"cases": [name]}})
+    model, (case,) = model_of(given), cases_of(given, 18)
+    case.check(model.build(()))
+    for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
+        with pytest.raises(ConfigError, match=message) as caught:
+            case.check(modules)
+        assert "\n" not in str(caught.value)

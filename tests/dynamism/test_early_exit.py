@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from torch import nn
 
 from dynmo.config import parse
 from dynmo.dynamism.case import Change, TokenShares
 from dynmo.dynamism.early_exit import EarlyExitCase
-from dynmo.errors import ConfigError
 from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import cases_of, model_of
 from tests.dynamism.kept import Kept, short_run
@@ -32,7 +31,6 @@ def layers() -> Kept:
 
 
 def switches(model: Kept, name: str) -> list[int]:
-    """The layers whose attribute of this name is true."""
     return [index for index, module in enumerate(model.modules) if getattr(module, name, False)]
 
 
@@ -68,16 +66,14 @@ def test_record_covers_the_steps_since_the_last_record() -> None:
 def test_dense_switches_exits_off_temporarily() -> None:
     model, case = layers(), EarlyExitCase(start=0, record_every=1)
     case.act(0, model)
-    dense = case.dense(model)
-    assert dense is not None
-    with dense:
-        assert switches(model, "exits") == []
-    assert switches(model, "exits") == EXITS
-    dense = case.dense(model)
-    assert dense is not None
-    with pytest.raises(RuntimeError, match="amid"), dense:
-        raise RuntimeError("amid")
-    assert switches(model, "exits") == EXITS
+    for fails in (False, True):
+        dense = case.dense(model)
+        assert dense is not None
+        with suppress(KeyError), dense:
+            assert switches(model, "exits") == []
+            if fails:
+                raise KeyError
+        assert switches(model, "exits") == EXITS
 
 
 def test_resumed_run_reports_no_second_change() -> None:
@@ -87,15 +83,6 @@ def test_resumed_run_reports_no_second_change() -> None:
     model = layers()
     assert case.act(4, model) is None
     assert switches(model, "exits") == EXITS, "the modules are new"
-
-
-def test_a_model_without_exits_is_refused() -> None:
-    (case,) = cases_of(parse(config()), 10)
-    case.check(layers().modules)
-    for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
-        with pytest.raises(ConfigError, match=r"early_exit.*`exits` and `seen`") as caught:
-            case.check(modules)
-        assert "\n" not in str(caught.value)
 
 
 def test_default_start_is_a_share_of_the_steps() -> None:

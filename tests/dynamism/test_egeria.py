@@ -82,10 +82,8 @@ def test_plasticity_is_the_similarity_preserving_loss() -> None:
 
     live = similar(now.weight.detach().double().numpy(), now.bias.detach().double().numpy())
     expected = np.square(live - similar(weights["weight"], weights["bias"])).sum() / 64
-    got, by_int8 = (
-        plasticity(module, reference, (x,), relations(module(x)), (0, 0, 0))
-        for module in (now, then)
-    )
+    pairs = ((each, relations(each(x))) for each in (now, then))
+    got, by_int8 = (plasticity(each, reference, (x,), r, (0, 0, 0)) for each, r in pairs)
     assert got == pytest.approx(expected, rel=1e-4)
     assert got > 100 * by_int8
 
@@ -207,10 +205,7 @@ def test_first_possible_freeze_step_matches_the_config_check(
 
 
 def test_layers_without_weights_freeze_with_the_next() -> None:
-    """An activation layer has no plasticity, so it must not prevent a freeze.
-
-    Layers after the last weight do not count as trainable.
-    """
+    """They have no plasticity. After the last weight they do not count as trainable."""
     for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
         layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
         first, _, third, _ = layers.linears

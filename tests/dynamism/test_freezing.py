@@ -38,7 +38,7 @@ def feed(
 def test_schedule_freezes_at_its_steps() -> None:
     layers, case = Kept(6), ScheduledFreezing([(2, 1), (4, 3)])
     done = [case.act(step, layers) for step in range(6)]
-    assert [None if d is None else d.layers for d in done] == [None, None, (0,), None, (1, 2), None]
+    assert [d and d.layers for d in done] == [None, None, (0,), None, (1, 2), None]
     assert layers.frozen == {0, 1, 2}
     # A resumed run starts between the steps of the schedule.
     late = Kept(6)
@@ -142,9 +142,8 @@ def test_autofreeze_ignores_steps_skipped_by_overflow() -> None:
 def test_state_of_another_policy_is_ignored(unit: str) -> None:
     case = AutoFreeze(1, 0, 2, unit)
     fresh = case.state()
-    lists: dict[str, Any] = {
-        name: [] for name in ("readings", "first_slopes", "stale", "referenced")
-    }
+    names = ("readings", "first_slopes", "stale", "referenced")
+    lists: dict[str, Any] = {name: [] for name in names}
     egeria = lists | {"unit": unit, "rate": 0.1, "frozen_at": 0.0}
     another = AutoFreeze(1, 0, 2, "half" if unit == "block" else "block")
     for other in ({}, egeria, another.state() | {"sums": [1.0]}):

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dynmo.config import parse
 from dynmo.dynamism.case import Change, TokenShares
 from dynmo.dynamism.mixture_of_depths import MixtureOfDepthsCase
-from dynmo.errors import ConfigError
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router
-from dynmo.train.setup import cases_of, model_of
+from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.dynamism.kept import Kept, short_run
 from tests.equality import fields_of, run
@@ -77,15 +75,6 @@ def test_resumed_run_reports_no_second_change() -> None:
     model = layers()
     assert case.act(4, model) is None
     assert all(router.by_threshold for router in routers(model)), "the modules are new"
-
-
-def test_a_model_without_routers_is_refused() -> None:
-    (case,) = cases_of(parse(config()), 10)
-    case.check(layers().modules)
-    for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
-        with pytest.raises(ConfigError, match=r"mixture_of_depths.*`router`") as caught:
-            case.check(modules)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,8 @@ def config(ranks: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool) -> None:
-    alone, spread, without = (
-        run(pool, wanted, "events")[0] for wanted in (config(1), config(2), config(1, dynamism={}))
-    )
+    configs = (config(1), config(2), config(1, dynamism={}))
+    alone, spread, without = (run(pool, wanted, "events")[0] for wanted in configs)
     changes = ("change", "step", "case", "layers")
     for kind, *keys in (("step", "loss"), ("eval", "loss"), changes, ("end", "weights_digest")):
         assert fields_of(spread, kind, *keys) == fields_of(alone, kind, *keys)

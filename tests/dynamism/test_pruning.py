@@ -89,12 +89,8 @@ def over_ranks(
 
 def by_sorting(parts: dict[int, list[Tensor]], keep: int) -> dict[int, list[Tensor]]:
     """The plain way: sort all by falling magnitude, then by layer and position."""
-    everyone = [
-        (-abs(x), layer, which, at)
-        for layer, tensors in sorted(parts.items())
-        for which, tensor in enumerate(tensors)
-        for at, x in enumerate(tensor.tolist())
-    ]
+    tensors = [(i, which, t) for i, each in sorted(parts.items()) for which, t in enumerate(each)]
+    everyone = [(-abs(x), i, w, at) for i, w, t in tensors for at, x in enumerate(t.tolist())]
     out = {i: [torch.zeros_like(t, dtype=torch.bool) for t in each] for i, each in parts.items()}
     for _, layer, which, at in sorted(everyone)[: max(0, keep)]:
         out[layer][which][at] = True
@@ -109,9 +105,7 @@ values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38]), st.floa
     keep=st.integers(0, 40),
     split=st.integers(0, 4),
 )
-def test_largest_weights_are_kept_exactly(
-    parts: list[list[list[float]]], keep: int, split: int
-) -> None:
+def test_largest_weights_are_kept(parts: list[list[list[float]]], keep: int, split: int) -> None:
     """Layer and position decide ties, in the same way on one and on two ranks."""
     tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in x] for i, x in enumerate(parts)}
     expected = by_sorting(tensors, keep)
@@ -151,15 +145,11 @@ def train(pipeline: Any, pruning: PruningCase, steps: int, first: int = 0) -> li
 
 
 def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
-    return {
-        (i, name): dense_weight(linear) == 0
-        for i in range(6)
-        for name, linear in linears(pipeline.store.modules[i])
-    }
+    named = [(i, *each) for i in range(6) for each in linears(pipeline.store.modules[i])]
+    return {(i, name): dense_weight(linear) == 0 for i, name, linear in named}
 
 
 def forms(pipeline: Any, layers: Iterable[int] = range(1, 5)) -> set[type]:
-    """The classes of the linears of these layers."""
     return {type(x) for i in layers for _, x in linears(pipeline.store.modules[i])}
 
 
@@ -287,15 +277,12 @@ def test_model_without_prunable_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pruning_gathers_masters_only_in_low_precision(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_precision_has_masters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1, replicas must gather the state of a layer, which takes time."""
     model = model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
     pipeline = alone.pipeline(model, layers=LayerOptions(dtype=dtype))
     pipeline.step(0, *alone.tokens(0), lr=0.1)
-    asked: list[int] = []
-    context = CaseContext(pipeline)
+    asked, context = list[int](), CaseContext(pipeline)
     whole = context.moments
 
     def moments(layer: int) -> dict[str, Tensor]:
@@ -311,15 +298,12 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     pipeline, other = alone.gpt(), alone.gpt(hidden=32)
     train(pipeline, case(start=0, end=1, every=1), 2)
     tensors = contents(pipeline.store.modules[1], CaseContext(pipeline).moments(1))
-    layer = r"layer 1 \(blocks\.0\.attention\)"
-    with pytest.raises(
-        CheckpointError, match=rf"{layer}: qkv\.weight is sparse, but not of 96 x 32"
-    ):
+    weight = r"layer 1 \(blocks\.0\.attention\): qkv\.weight"
+    with pytest.raises(CheckpointError, match=rf"{weight} is sparse, but not of 96 x 32"):
         restore_layer(other, 1, tensors)
 
 
 def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
-    """A checkpoint restores both forms, the moments and the digest."""
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)

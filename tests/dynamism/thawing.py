@@ -1,7 +1,4 @@
-"""A case for tests that lets all layers train for a step now and then.
-
-Layers that freeze by schedule freeze again right after.
-"""
+"""A case that lets all layers train for a step now and then, if they freeze by schedule."""
 
 from dynmo.dynamism.case import Change, Dynamism
 

@@ -14,11 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture
 def device(pytestconfig: pytest.Config) -> torch.device:
     """The first CUDA device, or the CPU in a dry run (`--gpu-device cpu`)."""
-    return (
-        torch.device("cuda", 0)
-        if pytestconfig.getoption("--gpu-device") == "cuda"
-        else torch.device("cpu")
-    )
+    on_cuda = pytestconfig.getoption("--gpu-device") == "cuda"
+    return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
 @pytest.fixture

@@ -42,10 +42,7 @@ def test_grouped_kernel_equals_a_loop(counts: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_shared_experts_train_the_same(device: torch.device, tmp_path: Path, backend: str) -> None:
-    """Two replicas with sharded experts train the same as two with all experts.
-
-    The experts move.
-    """
+    """Two replicas with sharded experts, which move, train as two with all experts."""
     if device.type == "cuda" and backend == "auto" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL refuses two ranks on one GPU")
     on = Ranks(device.type, backend, 2)

@@ -86,7 +86,6 @@ def on(request: pytest.FixtureRequest, device: torch.device) -> Ranks:
 
 @pytest.fixture(scope="module")
 def alone(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of one rank."""
     device = str(pytestconfig.getoption("--gpu-device"))
     return digest(tmp_path_factory.mktemp("alone"), "1f1b", Ranks(device, "auto", 1), 1, 1)
 
@@ -126,7 +125,6 @@ def test_changing_meshes_train_the_same(
 
 @pytest.mark.gpu
 def test_hanging_rank_is_named_and_all_ranks_end(on: Ranks, tmp_path: Path) -> None:
-    """The waiting rank names the hanging rank."""
     train = CONFIG["train"] | {"steps": 100_000}
     process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, on, 2, timeout=10.0)
     log = tmp_path / "runs" / "hangs" / "events.jsonl"

@@ -47,7 +47,6 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, Any]:
-    """Saves a trained model, and compares it with what transformers loads."""
     pipeline = trained(world, kind, **options)
     save_pretrained(pipeline, folder)
     seen = dict[str, Any]()
@@ -80,7 +79,6 @@ def save_on_a_full_disk(world: World, folder: str, files: list[tuple[int, int]])
 def continued(
     world: World, folder: str, ids: list[list[int]], new: int, **options: Any
 ) -> list[list[int]]:
-    """Ids that a pipeline continues, with the weights of a folder."""
     pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **options)
     longer = generate(pipeline, torch.tensor(ids), max_new_tokens=new)
     assert longer.dtype == torch.int64

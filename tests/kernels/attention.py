@@ -8,9 +8,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-shapes = st.tuples(
-    st.integers(1, 2), st.integers(1, 33), st.integers(1, 3), st.sampled_from([1, 2, 8])
-)
+Attend = Callable[[Tensor, Tensor], Tensor]
+Shape = tuple[int, int, int, int]
+sizes = st.sampled_from([1, 2, 8])
+shapes = st.tuples(st.integers(1, 2), st.integers(1, 33), st.integers(1, 3), sizes)
 """batch, sequence, heads, size"""
 
 
@@ -40,9 +41,7 @@ def inputs(
     return x, v, g
 
 
-def run(
-    attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor
-) -> dict[str, Tensor]:
+def run(attend: Attend, x: Tensor, v: Tensor, g: Tensor) -> dict[str, Tensor]:
     """Values and gradients, on the CPU."""
     x, v = (t.detach().clone().requires_grad_() for t in (x, v))
     out = attend(x, v)
@@ -51,10 +50,7 @@ def run(
     return {k: t.detach().cpu() for k, t in zip(names, (out, *gradients), strict=True)}
 
 
-def check(
-    ours: Callable[[Tensor, Tensor], Tensor], seen: Tensor, shape: tuple[int, int, int, int]
-) -> None:
-    """Compares values and gradients of `ours` with those of `reference`."""
+def check(ours: Attend, seen: Tensor, shape: Shape) -> None:
     drawn = inputs(*shape)
     expected = run(lambda x, v: reference(x, v, seen), *drawn)
     torch.testing.assert_close(run(ours, *drawn), expected, rtol=1e-11, atol=1e-11)

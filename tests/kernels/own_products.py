@@ -16,14 +16,11 @@ Product = Callable[[Any, Tensor], Tensor]
 
 
 class Own(nn.Module):
-    """Owns parameters and multiplies rows by them."""
-
     def __init__(self, run: Product, *shapes: tuple[int, ...]) -> None:
         super().__init__()
         self.run = run
-        self.matrices = nn.ParameterList(
-            [torch.randn(shape) / math.sqrt(shape[-1]) for shape in shapes]
-        )
+        drawn = [torch.randn(shape) / math.sqrt(shape[-1]) for shape in shapes]
+        self.matrices = nn.ParameterList(drawn)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.run(self.matrices, x.flatten(0, -2))
@@ -67,13 +64,11 @@ def twice(matrices: Any, x: Tensor) -> Tensor:
 
 
 def by_itself(matrices: Any, x: Tensor) -> Tensor:
-    """Uses a parameter in a product and outside of one."""
     (weight,) = matrices
     return x @ weight + weight.sum()
 
 
 def squared(matrices: Any, x: Tensor) -> Tensor:
-    """Multiplies a parameter by itself."""
     (weight,) = matrices
     return x @ (weight @ weight)
 

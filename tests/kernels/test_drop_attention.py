@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynmo.kernels.drop_attention import draw_kept, drop_attention, plan_kept
-from tests.kernels.attention import before, check, shapes
+from tests.kernels.attention import Shape, before, check, shapes
 
 
 def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Te
 @given(shapes, st.floats(0, 0.99), st.integers(1, 40))
 @example((2, 33, 2, 8), 0.0, 32)
 def test_dropped_attention_equals_masked_dense_attention(
-    shape: tuple[int, int, int, int], dropped: float, tile: int
+    shape: Shape, dropped: float, tile: int
 ) -> None:
     queries, keys = draw_kept(shape[2], shape[1], dropped, seed=3)
     seen = seen_of_kept(*shape[:2], queries, keys)

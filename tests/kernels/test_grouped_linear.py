@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynmo.kernels.deferral import install
 from dynmo.kernels.grouped_linear import GroupedLinear, parts
-from dynmo.kernels.split import WeightTape
+from tests.kernels.test_split import gradients, run, split
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
@@ -22,9 +21,7 @@ def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 
 
 @given(COUNTS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
-def test_grouped_linear_equals_separate_matrices(
-    counts: list[int], inputs: int, outputs: int, seed: int
-) -> None:
+def test_groups_equal_own_matrices(counts: list[int], inputs: int, outputs: int, seed: int) -> None:
     torch.manual_seed(seed)
     layer = GroupedLinear(len(counts), inputs, outputs, 1.0).double()
     x = torch.randn(sum(counts), inputs, dtype=torch.float64, requires_grad=True)
@@ -40,23 +37,19 @@ def test_grouped_linear_equals_separate_matrices(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    counts, gradients = [3, 0, 5], list[Tensor]()
+    counts, found = [3, 0, 5], list[Tensor]()
     layer = GroupedLinear(3, 8, 4, 1.0).to(dtype)
     x, g = torch.randn(2, 8, 8).to(dtype), torch.randn(2, 8, 4).to(dtype)
-    tape = WeightTape()
-    install(layer, tape)
     for deferred in (False, True):
         layer.zero_grad()
-        tape.deferred = deferred
+        tape = split(layer, deferred)
         for i in range(2):
             layer(x[i].requires_grad_(), counts).backward(g[i])
-        for work, _ in tape.take():
-            work()
-        given = [weight.grad for weight in layer.parameters() if weight.grad is not None]
-        gradients.append(torch.stack(given))
-    assert gradients[0].dtype == torch.float32
-    assert torch.equal(*gradients)
-    assert not gradients[0][1].any(), "a group without rows has no gradient"
+        run(tape)
+        found.append(torch.stack(gradients(layer)))
+    assert found[0].dtype == torch.float32
+    assert torch.equal(*found)
+    assert not found[0][1].any(), "a group without rows has no gradient"
 
 
 def test_empty_experts_have_no_part() -> None:

@@ -19,6 +19,7 @@ import dynmo
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import SplitLinear, WeightTape
 from tests.kernels.own_products import Own, experts, grouped, matmul
+from tests.kernels.test_split import gradients, run, split
 
 
 class Attention(nn.Module):
@@ -39,9 +40,8 @@ class Scaled(nn.Embedding):
 
 def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
     """Outputs and gradients have the bits of plain torch, and W gives these parameters."""
-    plain, tape = copy.deepcopy(module), WeightTape()
-    install(module, tape)
-    tape.deferred = True
+    plain = copy.deepcopy(module)
+    tape = split(module, deferred=True)
     for x in inputs:
         ours, theirs = (x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2))
         y, wanted = module(ours), plain(theirs)
@@ -51,12 +51,10 @@ def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
         y.square().sum().backward()
         tape.taking = False
         assert len(tape.taken) == expected
-        for work, _ in tape.take():
-            work()
+        run(tape)
         if x.is_floating_point():
             assert torch.equal(gradient(ours), gradient(theirs))
-    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(gradient(p), gradient(q)), name
+    assert all(map(torch.equal, gradients(module), gradients(plain)))
 
 
 def gradient(tensor: Tensor) -> Tensor:

@@ -7,26 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.kernels.shared_qk import dense_attention, scale_keys, take
-from tests.kernels.attention import before, check, inputs, shapes
+from tests.kernels.attention import Shape, before, check, inputs, shapes
 
 
 @given(shapes)
-def test_dense_attention_equals_the_plain_formula(shape: tuple[int, int, int, int]) -> None:
+def test_dense_attention_equals_the_plain_formula(shape: Shape) -> None:
     check(dense_attention, before(*shape[:3]), shape)
 
 
 @given(shapes, st.booleans(), st.integers(0, 100))
 def test_take_gathers_rows_and_scale_keys_normalizes(
-    shape: tuple[int, int, int, int], strided: bool, seed: int
+    shape: Shape, strided: bool, seed: int
 ) -> None:
     """Rows may come from views. Row -1 gives zeros, and its key stays zero."""
     x = inputs(*shape, seed=seed)[0]
     source = torch.stack((-x, x), 2)[:, :, 1] if strided else x
-    rows = torch.randint(
-        -1, x.numel() // x.shape[-1], (37,), generator=torch.Generator().manual_seed(seed)
-    )
-    q = torch.empty(37, x.shape[-1], dtype=x.dtype)
-    k = torch.empty(37, x.shape[-1], dtype=x.dtype)
+    draws = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-1, x.numel() // x.shape[-1], (37,), generator=draws)
+    q, k = torch.empty(2, 37, x.shape[-1], dtype=x.dtype)
     factors = torch.empty(37, dtype=x.dtype)
     take(source, rows, q)
     assert torch.equal(q, x.reshape(-1, x.shape[-1])[rows] * (rows >= 0)[:, None])

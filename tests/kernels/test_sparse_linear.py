@@ -23,7 +23,8 @@ from dynmo.kernels.sparse_linear import (
     prune,
     survivors,
 )
-from dynmo.kernels.split import SplitLinear, WeightTape
+from dynmo.kernels.split import SplitLinear
+from tests.kernels.test_split import gradients, run, split
 
 
 def pair(
@@ -40,11 +41,6 @@ def pair(
 
 def some(total: int, share: float, seed: int = 0) -> Tensor:
     return torch.rand(total, generator=torch.Generator().manual_seed(seed)) < share
-
-
-def run(tape: WeightTape) -> None:
-    for work, _ in tape.take():
-        work()
 
 
 def kept_gradient(linear: nn.Linear) -> Tensor:
@@ -80,9 +76,9 @@ def test_pruned_layer_equals_the_masked_dense_layer(
     rows, columns = size
     keep = some(rows * columns, share, seed)
     plain, pruned = pair(rows, columns, keep, sparse, bias)
-    taken = WeightTape()
-    taken.deferred = tape == "later"
-    install(pruned, None if tape == "none" else taken)
+    taken = split(pruned, deferred=tape == "later")
+    if tape == "none":
+        install(pruned, None)
     assert type(pruned) is (SparseLinear if sparse else MaskedLinear)
     taken.taken = set()  # a layer warns of weights that its tape does not take
     for microbatch in range(2):
@@ -111,9 +107,7 @@ def test_deferred_w_has_the_same_bits(sparse: bool) -> None:
     """The bits depend neither on the alignment of memory nor on the number of tokens."""
     linears = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
     for which, linear in enumerate(linears):
-        tape = WeightTape()
-        tape.deferred = which > 0
-        install(linear, tape)
+        tape = split(linear, deferred=which > 0)
         for microbatch in range(3):
             x = torch.randn(700, 40, generator=torch.Generator().manual_seed(microbatch))
             shifted = torch.empty(700 * 40 + which)[which:].view(700, 40).copy_(x).requires_grad_()
@@ -121,16 +115,14 @@ def test_deferred_w_has_the_same_bits(sparse: bool) -> None:
             if which == 1:
                 run(tape)
         run(tape)
-    for other in linears[1:]:
-        for ours, first in zip(other.parameters(), linears[0].parameters(), strict=True):
-            assert ours.grad is not None
-            assert torch.equal(ours.grad, first.grad)  # pyright: ignore[reportArgumentType]
+    first, *others = map(gradients, linears)
+    for other in others:
+        assert all(map(torch.equal, other, first))
 
 
 def test_a_frozen_layer_still_gives_its_input_gradient() -> None:
     plain, pruned = pair(6, 9, some(54, 0.5), True)
-    tape = WeightTape()
-    install(pruned, tape)
+    tape = split(pruned, deferred=False)
     pruned.requires_grad_(False)
     x, z = (torch.ones(4, 9, requires_grad=True) for _ in range(2))
     pruned(x).sum().backward()
@@ -183,6 +175,9 @@ def test_memory_falls_with_the_weights() -> None:
     assert isinstance(linear, SparseLinear)
     held = (linear.weight, linear.crow, linear.col)
     assert sum(t.nbytes for t in held) < 0.25 * 256 * 256 * 4
+    linear(torch.ones(2, 256, requires_grad=True)).sum().backward()
+    linear.to("meta")
+    assert (linear._csr, linear._flipped) == (None, None), "cached indices"
 
 
 def test_plain_linears_are_listed_by_name() -> None:
@@ -198,10 +193,9 @@ def test_plain_linears_are_listed_by_name() -> None:
 
 
 def test_autocast_chooses_the_dtype_of_a_masked_layer() -> None:
-    torch.manual_seed(0)
-    masked, x = nn.Linear(6, 4), torch.randn(3, 6, requires_grad=True)
-    prune(masked, torch.arange(24) % 3 > 0, False, {})
-    install(masked, WeightTape())
+    _, masked = pair(4, 6, torch.arange(24) % 3 > 0, False)
+    x = torch.randn(3, 6, requires_grad=True)
+    split(masked, deferred=False)
     assert type(masked) is MaskedLinear
     with torch.autocast("cpu", torch.bfloat16):
         y = masked(x)
@@ -244,15 +238,6 @@ def test_conform_refuses_damaged_weights(damage: str) -> None:
         conform(nn.Linear(5, 4), {"crow": crow, "col": col})
 
 
-def test_move_to_meta_drops_cached_indices() -> None:
-    linear = make_pruned(6, 6, 0.5, True)
-    linear(torch.ones(2, 6, requires_grad=True)).sum().backward()
-    linear.to("meta")
-    assert isinstance(linear, SparseLinear)
-    assert linear._csr is None
-    assert linear._flipped is None
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
@@ -261,9 +246,7 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
     for each in (low, wide):
         each.bias = nn.Parameter(torch.zeros(48, dtype=each.weight.dtype))
     wide.weight.data = low.weight.data.float()
-    tape = WeightTape()
-    tape.deferred = deferred
-    install(low, tape)
+    tape = split(low, deferred)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         x, gy = (torch.randn(3, 17, n, generator=generator).to(dtype) for n in (40, 48))
@@ -273,14 +256,11 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
         y.backward(gy)
         expected.backward(gy.float())
         run(tape)
-        assert narrow.grad is not None
         assert full.grad is not None
-        assert torch.equal(narrow.grad, full.grad.to(dtype))
-    for ours, theirs in ((low.weight.grad, wide.weight.grad), (low.bias.grad, wide.bias.grad)):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(narrow.grad, full.grad.to(dtype), rtol=0, atol=0)
+    ours, theirs = gradients(low), gradients(wide)
+    assert {each.dtype for each in ours} == {torch.float32}
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_crossover_is_the_break_even_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,8 @@ def test_selected_rows_and_their_gradients(taken: list[bool], features: int) -> 
     to_stream, to_selected = random(*stream.shape, seed=1), random(*selected.shape, seed=2)
     torch.autograd.backward((stream, selected), (to_stream, to_selected))
     rows = iter(to_selected)
-    expected = [
-        x + next(rows) if is_taken else x for x, is_taken in zip(to_stream, taken, strict=True)
-    ]
+    pairs = zip(to_stream, taken, strict=True)
+    expected = [x + next(rows) if is_taken else x for x, is_taken in pairs]
     assert x.grad is not None
     assert torch.equal(x.grad, torch.stack(expected))
 
@@ -53,19 +52,15 @@ def test_select_with_one_unused_output() -> None:
 @given(chosen, st.integers(1, 3))
 def test_merged_rows_and_their_gradients(in_first: list[bool], features: int) -> None:
     at_first, at_second = places(in_first), places(in_first, False)
-    first, second = (
-        random(len(at), features, seed=seed).requires_grad_()
-        for seed, at in enumerate((at_first, at_second))
-    )
+    first = random(len(at_first), features).requires_grad_()
+    second = random(len(at_second), features, seed=1).requires_grad_()
     out = merge(first, at_first, second, at_second)
     rows = iter(first), iter(second)
     expected = torch.stack([next(rows[0] if is_first else rows[1]) for is_first in in_first])
     assert torch.equal(out, expected)
     gradient = random(*out.shape, seed=2)
     ours = torch.autograd.grad(out, (first, second), gradient)
-    assert all(
-        torch.equal(a, gradient[at]) for a, at in zip(ours, (at_first, at_second), strict=True)
-    )
+    assert all(map(torch.equal, ours, (gradient[at_first], gradient[at_second])))
 
 
 @given(chosen, st.randoms(use_true_random=False))

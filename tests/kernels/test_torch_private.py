@@ -14,9 +14,8 @@ from dynmo.kernels import torch_private
 
 ROOT = Path(__file__).parents[2]
 # An attribute or a module of torch with one leading underscore.
-PRIVATE = re.compile(
-    r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+|from torch\S* import _"
-)
+_USE, _FROM = r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*", r"from torch(?:\.\w+)*\._\w+"
+PRIVATE = re.compile(rf"{_USE}|{_FROM}|from torch\S* import _")
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0+cpu", "3.0", "2.20.1"])

@@ -6,8 +6,6 @@ from torch import nn
 
 
 class Lined(nn.Module):
-    """Has a linear layer."""
-
     def __init__(self, outputs: int = 8) -> None:
         super().__init__()
         self.linear = nn.Linear(8, outputs)

@@ -20,8 +20,6 @@ def _factories(*middle: Callable[[], nn.Module]) -> list[Callable[[], nn.Module]
 
 
 class Shared(nn.Module):
-    """Uses a submodule three times, in two places of the tree."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
@@ -99,8 +97,6 @@ def too_many() -> list[nn.Module]:
 
 
 class Kinds(nn.Module):
-    """Begins, hands on and uses tensors of every kind."""
-
     def __init__(self, ends: bool = False) -> None:
         super().__init__()
         self.linear, self.ends = nn.Linear(8, 8), ends
@@ -122,8 +118,6 @@ def kinds() -> list[nn.Module]:
 
 
 class Taped(nn.Module):
-    """Has an attribute `tape` of its own."""
-
     def __init__(self, tape: object) -> None:
         super().__init__()
         self.linear, self.tape = nn.Linear(8, 8), tape
@@ -133,21 +127,16 @@ class Taped(nn.Module):
 
 
 def tapes() -> list[nn.Module]:
-    return between(
-        Taped(nn.Linear(8, 8)), Taped([1]), Taped(None), Taped(nn.Parameter(torch.ones(2)))
-    )
+    tapes = (nn.Linear(8, 8), [1], None, nn.Parameter(torch.ones(2)))
+    return between(*map(Taped, tapes))
 
 
 class Doubled(Lined):
-    """Calls a linear with a weight that is made from its own."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
 
 
 class Mapped(Lined):
-    """Calls a linear under a transformation of torch.func."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.vmap(self.linear)(x)
 
@@ -202,8 +191,6 @@ class Containers(nn.Module):
 
 
 class Same(nn.Module):
-    """Has no parameters and returns its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x
 
@@ -217,8 +204,6 @@ def encoders() -> list[nn.Module]:
 
 
 class ByItself(Lined):
-    """Uses the weight of a linear without the linear."""
-
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.linear(x), self.linear.weight)
 

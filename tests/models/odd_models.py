@@ -67,20 +67,16 @@ class Centred(nn.Module):
 
 
 class InPlace(nn.Module):
-    """The same with and without working in place."""
-
-    def __init__(self, inplace: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self._inplace = nn.Linear(8, 16), nn.Linear(16, 8), inplace
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.relu(self.first(x), inplace=self._inplace)
-        return functional.relu(self.second(y), inplace=self._inplace)
+        y = functional.relu(self.first(x), inplace=True)
+        return functional.relu(self.second(y), inplace=True)
 
 
 class OwnNorm(nn.Module):
-    """torch's batch norm on buffers of its own. torch does not raise their version."""
-
     mean: Tensor
     variance: Tensor
 
@@ -159,8 +155,6 @@ class Recurrent(nn.Module):
 
 
 class Rewriting(nn.Module):
-    """Writes to all of its inputs."""
-
     def __init__(self, writes: bool) -> None:
         super().__init__()
         self.linear, self._writes = nn.Linear(8, 8), writes
@@ -207,14 +201,12 @@ def energy() -> list[nn.Module]:
 
 
 def spectral() -> list[nn.Module]:
-    """Buffers that each forward writes to, and reads."""
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
     flat = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8)))
     return between(*norms, flat, nn.Linear(8, 8))
 
 
 def statistics() -> list[nn.Module]:
-    """All kinds of running statistics."""
     images = Normed(nn.BatchNorm2d(8), 8, 2, 2)
     flat = map(Normed, (OwnNorm(), nn.BatchNorm1d(8, momentum=None)))
     return between(Normed(nn.BatchNorm1d(8)), images, *flat, Unversioned())
@@ -258,17 +250,12 @@ def copying() -> tuple[list[nn.Module], object]:
 
 
 def rectified() -> list[nn.Module]:
-    """Layers that only work in place."""
     last = nn.Dropout(0.1, inplace=True), nn.Hardtanh(inplace=True)
     return between(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), *last)
 
 
 def in_place() -> list[nn.Module]:
-    return between(InPlace(True), InPlace(True))
-
-
-def not_in_place() -> list[nn.Module]:
-    return between(InPlace(False), InPlace(False))
+    return between(InPlace(), InPlace())
 
 
 def a_dict() -> list[nn.Module]:

@@ -51,11 +51,9 @@ def attended_heads(token: Token, query: Sequence[Tensor], keys: Heads, values: H
     """The attention of a token to itself and the earlier tokens of its row, [hidden]."""
     row, t = token
     seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in keys]
-    heads = [
-        attended(query[h], [keys[s][h] for s in seen], [values[s][h] for s in seen])
-        for h in range(len(query))
-    ]
-    return torch.cat(heads)
+    heads = enumerate(query)
+    pairs = [(q, [keys[s][h] for s in seen], [values[s][h] for s in seen]) for h, q in heads]
+    return torch.cat([attended(*each) for each in pairs])
 
 
 def token_loss(head: Any, state: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,17 +75,10 @@ def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
 
 
 def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
-    """The gradients of all parameters, by the index of the module and the parameter's name."""
-    named = {
-        f"{i}.{name}": p
-        for i, module in enumerate(modules)
-        for name, p in module.named_parameters()
-    }
-    taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(named.items(), taken, strict=True)
-    }
+    pairs = [(i, *each) for i, module in enumerate(modules) for each in module.named_parameters()]
+    inputs = [p for *_, p in pairs]
+    taken = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+    return {f"{i}.{name}": g for (i, name, _), g in zip(pairs, taken, strict=True)}
 
 
 def config_of(

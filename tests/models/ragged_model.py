@@ -24,8 +24,6 @@ class DropPadding(nn.Module):
 
 
 class Mix(Lined):
-    """A linear on the tokens that are left."""
-
     varying_shapes = True
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,8 +31,6 @@ class Mix(Lined):
 
 
 class Undeclared(Mix):
-    """Says nothing of its shapes."""
-
     varying_shapes = False
 
 
@@ -45,10 +41,8 @@ class Out(Lined):
 
 def _loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     logits, places = output
-    return (
-        functional.cross_entropy(logits, targets.flatten()[places], reduction="sum")
-        / targets.numel()
-    )
+    kept = targets.flatten()[places]
+    return functional.cross_entropy(logits, kept, reduction="sum") / targets.numel()
 
 
 def ragged() -> tuple[list[nn.Module], object]:

@@ -37,14 +37,8 @@ class Routing:
 
 
 def one_by_one(
-    config: Config,
-    modules: Sequence[nn.Module],
-    ids: Tensor,
-    targets: Tensor,
-    exits_on: bool,
-    training: bool,
+    config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, exits_on: bool
 ) -> Routing:
-    """The model from its definition."""
     layers: dict[str, Any] = dict(zip(model_of(config).names, modules, strict=True))
     tokens = [(row, t) for row in range(ids.shape[0]) for t in range(config.model.sequence)]
     states = {token: layers["embedding"].tokens.weight[ids[token]] for token in tokens}
@@ -57,7 +51,7 @@ def one_by_one(
     slow.head()
     routing = slow.routing
     routing.loss, routing.states = slow.mean_loss(), slow.states
-    if training:
+    if modules[0].training:
         average = sum((w * x for w, x in slow.weighted), torch.zeros(()))
         routing.loss = average / sum(w for w, _ in slow.weighted)
     else:  # no classifier learns
@@ -161,10 +155,10 @@ def config_of(
     threshold: float = 0.5,
     blocks: int = 3,
     heads: int = 2,
-    **options: Any,
+    **more: Any,
 ) -> Config:
     policy = {"policy": "adp-c"} if kind == "adp-c" else {"confidence": kind}
-    options |= policy | {"threshold": threshold}
+    options = more | policy | {"threshold": threshold}
     return plain.config_of("early_exit", options, sequence, blocks, heads, vocab=5)
 
 
@@ -179,7 +173,6 @@ def build(
 
 
 def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """plain.Token ids and targets."""
     generator = torch.Generator().manual_seed(seed)
     shape = batch, config.model.sequence
     ids, targets = (torch.randint(config.model.vocab, shape, generator=generator) for _ in range(2))
@@ -209,10 +202,9 @@ def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tens
 def compare(
     config: Config, batch: int, seed: int = 0, exits_on: bool = True, training: bool = True
 ) -> Routing:
-    """Compares the modules with the slow pass, and returns what that gives."""
     modules = build(config, seed, exits_on, training)
     ids, targets = drawn(config, batch, seed)
-    slow = one_by_one(config, modules, ids, targets, exits_on, training)
+    slow = one_by_one(config, modules, ids, targets, exits_on)
     if slow.closest < 1e-5:
         raise plain.TooCloseError
     ours = run(config, modules, ids, targets)

@@ -84,8 +84,7 @@ def test_frozen_emulated_layer_runs_b_only(seconds: Seconds) -> None:
 def test_token_ids_become_a_message() -> None:
     layer = EmulatedLayer(0, 0, 0, 5)
     a, b = layer(torch.tensor([[1, 2], [3, 4]])), layer(torch.tensor([[1, 2], [3, 5]]))
-    assert a.shape == (5,)
-    assert a.dtype == torch.float32
+    assert (a.shape, a.dtype) == ((5,), torch.float32)
     assert not torch.equal(a, b), "another batch is another loss"
     assert mean_loss(a, torch.zeros(2)) == a.mean()
 

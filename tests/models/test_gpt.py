@@ -28,9 +28,8 @@ def logits(layers: list[nn.Module], ids: Tensor) -> Tensor:
 
 def test_layers_and_parameters() -> None:
     model = model_of(parse({"model": WANTED}))
-    halves = [
-        f"blocks.{block}.{half}" for block in (0, 1) for half in ("attention", "feed_forward")
-    ]
+    kinds = ("attention", "feed_forward")
+    halves = [f"blocks.{block}.{kind}" for block in (0, 1) for kind in kinds]
     assert model.names == ("embedding", *halves, "head")
     inner = 96  # 8/3 of 32 is 85.3, and the next multiple of 32
     attention, feed_forward = 32 + 32 * 3 * 32 + 32 * 32, 32 + 32 * 2 * inner + inner * 32
@@ -40,10 +39,9 @@ def test_layers_and_parameters() -> None:
 
 
 def test_feed_forward_size_is_a_multiple_of_32() -> None:
-    assert [feed_forward_size(h) for h in (12, 24, 36, 256, 4096)] == [32, 64, 96, 704, 10944]
-    for h in range(1, 500):
-        assert feed_forward_size(h) % 32 == 0
-        assert 0 <= feed_forward_size(h) - 8 * h / 3 < 32
+    sizes = [feed_forward_size(h) for h in (12, 24, 36, 256, 4096, *range(1, 500))]
+    assert sizes[:5] == [32, 64, 96, 704, 10944]
+    assert all(n % 32 == 0 <= n - 8 * h / 3 < 32 for h, n in enumerate(sizes[5:], 1))
 
 
 def test_gpt_is_causal() -> None:

@@ -23,8 +23,6 @@ from dynmo.models.sequential import Sequential
 
 
 class Holder(nn.Module):
-    """A layer with one plain attribute."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value, self.line = value, nn.Linear(2, 2)
@@ -34,8 +32,6 @@ class Holder(nn.Module):
 
 
 class AliasedBuffer(nn.Module):
-    """A layer that also keeps its buffer in a list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.randn(2))
@@ -140,14 +136,10 @@ def test_message_names_layer_attribute_and_values() -> None:
     assert "number of layers (2, not 9)" in longer
 
 
-def scaled(factor: float, module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    return out * factor
-
-
 def test_hook_counts() -> None:
     def hooked(factor: float) -> nn.Module:
         layer = nn.Linear(2, 2)
-        layer.register_forward_hook(partial(scaled, factor))
+        layer.register_forward_hook(lambda *given: factor * given[2])
         return layer
 
     assert described(partial(hooked, 1.0)).differences(described(partial(hooked, 2.0)))
@@ -172,8 +164,6 @@ def test_identity_is_read_back_from_json() -> None:
 
 
 class Numbered(Holder):
-    """A layer that knows its index, and has a module named by it."""
-
     def __init__(self, index: int, value: Any) -> None:
         super().__init__(value)
         self.layer_idx = index

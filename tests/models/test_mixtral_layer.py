@@ -24,7 +24,6 @@ def mixtral() -> Any:
 
 
 def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
-    """Mixtral's block with the weights of dynmo's half."""
     rule = half.router.rule
     sizes = {"hidden_size": hidden, "intermediate_size": feed_forward_size(hidden)}
     experts = {"num_local_experts": rule.experts, "num_experts_per_tok": rule.top_k}

@@ -46,14 +46,11 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 def train(world: World, **options: Any) -> dict[str, Any]:
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(
-        model, world, microbatches=2, optimizer=sgd, max_grad_norm=1e9, **options
-    )
+    options |= {"microbatches": 2, "optimizer": sgd, "max_grad_norm": 1e9}
+    pipeline = dynmo.Pipeline(model, world, **options)
     losses = [pipeline.step(*batch(step)).loss for step in range(STEPS)]
-    return {
-        "losses": losses,
-        "weights": {k: t.tolist() for k, t in pipeline.state_dict(everywhere=True).items()},
-    }
+    state = pipeline.state_dict(everywhere=True)
+    return {"losses": losses, "weights": {k: t.tolist() for k, t in state.items()}}
 
 
 def test_any_ranks_have_the_bits_of_plain_torch(pool: Pool) -> None:
@@ -70,6 +67,5 @@ def test_any_ranks_have_the_bits_of_plain_torch(pool: Pool) -> None:
         losses.append(sum(part.item() for part in parts))
     wanted = {"losses": losses, "weights": {k: t.tolist() for k, t in plain.state_dict().items()}}
     for ranks, schedule in ((2, "zb-v"), (1, "1f1b")):
-        assert pool.run("tests.models.test_own_adapters:train", ranks, schedule=schedule) == (
-            [wanted] * ranks
-        )
+        found = pool.run("tests.models.test_own_adapters:train", ranks, schedule=schedule)
+        assert found == [wanted] * ranks

@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def changed(folder: Path, name: str, old: str, new: str) -> set[str]:
-    """The files whose digest changes with a text."""
     before = code_of(["own_model"])
     path = folder / name
     assert old in path.read_text()

@@ -34,7 +34,6 @@ class Head(nn.Module):
 
 
 def layers(vocabulary: int = VOCABULARY) -> list[nn.Module]:
-    """Modules that share two parameters."""
     torch.manual_seed(0)
     first, second, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
     block, head = Head(WIDTH), Head(vocabulary)
@@ -45,7 +44,6 @@ def layers(vocabulary: int = VOCABULARY) -> list[nn.Module]:
 
 
 def of_bytes() -> dynmo.Sequential:
-    """The model of a run from a file."""
     return dynmo.Sequential(layers(256), tied=TIED)
 
 
@@ -56,7 +54,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain() -> tuple[list[float], nn.Module]:
-    """Trains modules that use one parameter twice, in plain torch."""
     model = nn.Sequential(*layers())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
     losses = list[float]()

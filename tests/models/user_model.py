@@ -74,8 +74,6 @@ def with_weights() -> tuple[list[nn.Module], nn.Module]:
 
 
 class Counted(nn.Linear):
-    """Says on which device it was made."""
-
     created: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
@@ -127,8 +125,6 @@ def sharing() -> list[nn.Module]:
 
 
 class Aliased(nn.Module):
-    """One weight under two names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -140,7 +136,6 @@ def sharing_inside() -> list[nn.Module]:
 
 
 def bare() -> list[nn.Module]:
-    """A layer without a single tensor."""
     return [nn.Embedding(256, 8), nn.GELU(), nn.Linear(8, 256)]
 
 

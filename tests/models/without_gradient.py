@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.models.lined import Lined, between
+from tests.models.lined import Lined
 
 HIDDEN = 8
 
@@ -18,8 +18,6 @@ class Classes(Lined):
 
 
 class Lookup(nn.Module):
-    """Has a parameter that no forward uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(HIDDEN, HIDDEN)
@@ -30,8 +28,6 @@ class Lookup(nn.Module):
 
 
 class Pair(nn.Module):
-    """Returns two tensors and the ids. The next layer ignores the second."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
@@ -49,4 +45,5 @@ class Sometimes(Lined):
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(3)
-    return between(Classes(), Lookup(), Pair(), Sometimes())
+    first = nn.Embedding(256, HIDDEN)
+    return [first, Classes(), Lookup(), Pair(), Sometimes(), nn.Linear(HIDDEN, 256)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,8 +29,6 @@ Outcome = Literal["bits", "other numbers", "refused", "not built"]
 
 @dataclass
 class Family:
-    """What a class of transformers gives as layers."""
-
     name: str
     kind: str  # the first model type of the class
     outcome: Outcome = "bits"  # of logits and gradients, in each batch
@@ -70,7 +67,7 @@ def family(name: str) -> Family:
         halves = [each if isinstance(each, Halves) else None for each in cuts]
         for what, cut in {"whole": [None] * structure.count, "halves": halves}.items():
             if what == "whole" or any(cut):
-                for batch, different in _differences(structure, cut, whole):
+                for batch, different in _differences(structure, cut, whole).items():
                     told.differences[what, batch] = different
     except ConfigError as error:
         told.outcome, told.reason = "refused", str(error)
@@ -80,7 +77,6 @@ def family(name: str) -> Family:
 
 
 def batches() -> dict[str, dict[str, Tensor]]:
-    """Returns a batch without padding, one with padding on either side, and a packed one."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=generator)
     mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
@@ -100,45 +96,24 @@ def whole_model(made: PreTrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(made).train()
 
 
-def layers_of(builder: Builder, whole: nn.Module) -> list[nn.Module]:
-    """Returns the layers with the values of a model."""
-    layers = builder.build(range(len(builder.places)))
-    for layer in layers:
-        layer.train()
-    _check_buffers(layers, whole)
-    return layers
-
-
-def builder_of(structure: Structure, halves: list[Halves | None], whole: nn.Module) -> Builder:
-    values = whole.state_dict()
+def _differences(
+    structure: Structure, halves: list[Halves | None], whole: nn.Module
+) -> dict[str, str]:
+    """What differs, by the batch."""
+    values, buffers = whole.state_dict(), dict(whole.named_buffers())
 
     def fill(_: int, layer: nn.Module) -> None:
         initialise(structure.model, layer)
         for name, tensor in layer.state_dict().items():
             tensor.copy_(values[name])
 
-    return Builder(structure, halves, fill)
-
-
-def _check_buffers(layers: list[nn.Module], whole: nn.Module) -> None:
-    """Buffers that are in no file are those of transformers."""
-    wanted = dict(whole.named_buffers())
-    for layer in layers:
-        for name, buffer in layer.named_buffers():
-            assert torch.equal(buffer, wanted[name]), name
-
-
-def _differences(
-    structure: Structure, halves: list[Halves | None], whole: nn.Module
-) -> Iterator[tuple[str, str]]:
-    """Yields each batch whose numbers differ, and the largest difference."""
-    builder = builder_of(structure, halves, whole)
-    layers = layers_of(builder, whole)
+    builder = Builder(structure, halves, fill)
+    layers = [layer.train() for layer in builder.build(range(len(builder.places)))]
+    for layer in layers:  # their buffers may be in no file
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in layer.named_buffers())
     tied = builder.tied()
-    for name, batch in batches().items():
-        different = difference(layers, tied, whole, batch)
-        if different:
-            yield name, different
+    found = {name: difference(layers, tied, whole, batch) for name, batch in batches().items()}
+    return {name: different for name, different in found.items() if different}
 
 
 def difference(

@@ -64,7 +64,6 @@ def refusal(folder: Path) -> str:
 
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Edits the tensors of a folder whose weights are in one file."""
     file = folder / "model.safetensors"
     tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
     edit(tensors)

@@ -18,7 +18,6 @@ REMOTE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 
 
 def write(folder: Path, **keys: Any) -> Path:
-    """Writes the config of a Llama with other keys."""
     known = config_of("llama").to_dict()
     (folder / "config.json").write_text(json.dumps({**known, **keys}))
     return folder

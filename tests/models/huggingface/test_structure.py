@@ -1,4 +1,4 @@
-"""The parts of a model, and the models that cannot be taken apart."""
+"""The parts of a model, and the blocks that a probe cuts into halves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dynmo.models.huggingface.configs import meta_model
+from dynmo.models.huggingface.cut import halves_of
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.tiny import config
@@ -67,3 +68,16 @@ def test_rare_models_have_a_structure() -> None:
     positions = structure("openai-gpt").model.get_buffer("transformer.position_ids")
     assert torch.equal(positions, torch.arange(len(positions))), "buffers have values"
     assert structure("jetmoe").elements == (None,) * 3, "experts that count need no memory"
+
+
+WHOLE = [
+    ("phi", "resid_dropout runs twice"),
+    ("cohere", "its two modules take the same hidden states (parallel attention)"),
+    ("beam", "the hidden states change even where a module adds nothing"),
+    ("doge", "the block has parameters of its own"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), mostly_matrix(WHOLE, WHOLE[1::2]))
+def test_blocks_stay_whole(kind: str, reason: str) -> None:
+    assert halves_of(structure(kind), 0) == reason

@@ -17,16 +17,14 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """A Llama in several files."""
     copy_of("llama", tmp_path, shard="8KB")
     return sorted(tmp_path.glob("*.safetensors"))
 
 
 def test_a_missing_shard_is_named(shards: list[Path]) -> None:
     shards[1].unlink()
-    assert refusal(shards[1].parent) == (
-        f"{shards[1]} is missing, but {INDEX} lists it; download it again"
-    )
+    wanted = f"{shards[1]} is missing, but {INDEX} lists it; download it again"
+    assert refusal(shards[1].parent) == wanted
 
 
 @pytest.mark.parametrize("length", [0, 4, 40, -1, None])

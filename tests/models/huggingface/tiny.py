@@ -124,7 +124,6 @@ def sizes(kind: str) -> dict[str, Any]:
 
 
 def _keys(of: Any, kind: str) -> dict[str, Any]:
-    """Returns the sizes that a config has, and those of the configs in it."""
     known = {*of.__dataclass_fields__, *of.attribute_map}
     found = {key: value for key, value in SIZES.items() if key in known}
     extra = EXTRA.get(kind, {})
