@@ -14,6 +14,7 @@ from dynmo.errors import ConfigError, InputError, one_line
 from dynmo.huggingface.saving import transformers_model
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.torch_modes import in_own_modes
 
 
 @overload
@@ -28,6 +29,7 @@ def generate(
 ) -> str: ...
 
 
+@in_own_modes
 def generate(
     pipeline: Pipeline,
     ids_or_text: Tensor | str,

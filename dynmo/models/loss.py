@@ -1,7 +1,8 @@
 """How many targets of a microbatch its loss counts.
 
 A loss is a mean over the counted targets of a microbatch. The loss of a step is the mean over those
-of the whole step, so each microbatch has the weight of its count.
+of the whole step, so each microbatch has the weight of its count. A loss that says that it is a sum
+stays one.
 """
 
 from __future__ import annotations
@@ -96,10 +97,7 @@ def count_labels(labels: Tensor) -> Tensor:
 
 def counter_of(loss: object) -> Counter | None:
     """Returns the counter of torch's cross entropy. None for a loss that is not known."""
-    given: dict[str, Any] = {}
-    while isinstance(loss, partial):
-        given = loss.keywords | given
-        loss = cast(object, loss.func)
+    loss, given = _parts_of(loss)
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         given = {
             "weight": loss.weight,
@@ -111,6 +109,21 @@ def counter_of(loss: object) -> Counter | None:
     if given.get("weight") is not None or given.get("reduction", "mean") != "mean":
         return None
     return partial(count_targets, ignored=given.get("ignore_index", IGNORED))
+
+
+def is_sum(loss: object) -> bool:
+    """Whether a loss has `reduction="sum"`, as torch's losses have it."""
+    loss, given = _parts_of(loss)
+    return given.get("reduction", getattr(loss, "reduction", None)) == "sum"
+
+
+def _parts_of(loss: object) -> tuple[object, dict[str, Any]]:
+    """Returns the function within partials, and their keywords."""
+    given: dict[str, Any] = {}
+    while isinstance(loss, partial):
+        given = loss.keywords | given
+        loss = cast(object, loss.func)
+    return loss, given
 
 
 def count_targets(targets: Tensor, ignored: int = IGNORED) -> Tensor | int:
@@ -146,16 +159,19 @@ def counts_of(counter: Counter | None, targets: Sequence[Any] | Tensor) -> list[
     return [float(each) for each in counts]
 
 
-def weighted_mean(losses: Tensor, counts: Sequence[float]) -> float:
+def joined(losses: Tensor, counts: Sequence[float], sums: bool = False) -> float:
     """Returns the mean over all counted targets, from the means of microbatches.
 
     Args:
         losses: float64 [microbatches]. A microbatch without counted targets may have any number.
         counts: Counted targets of each microbatch.
+        sums: Whether the losses are sums. Their sum is returned.
     """
     total = sum(counts)
     if not total:
         return math.nan
+    if sums:
+        return float(losses[torch.tensor(counts) > 0].sum())
     if min(counts) == max(counts):
         return float(losses.clone().mean())
     weights = torch.tensor(counts, dtype=torch.float64) / total

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
-from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of
+from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of, is_sum
 from dynmo.models.options import ModelOptions
 from dynmo.models.tied import Pair, pairs_of, untie
 
@@ -32,7 +32,8 @@ class Model:
         names: Name of each layer, in order.
         build: Takes the indices of this rank's layers. Returns all layers. Those of other ranks are
             on the meta device (shapes without memory).
-        loss: Takes (output, targets) and returns the mean loss of a microbatch.
+        loss: Takes (output, targets) and returns the mean loss of a microbatch, or the sum if it
+            says so (`sums`).
         tied: Pairs of (layer, parameter) that are one weight. The first owns it.
         takes_targets: Whether the first layer takes inputs and targets of a microbatch in one
             tensor, [microbatch, 2, ...].
@@ -82,6 +83,11 @@ class Model:
         if listed or len(set(self.names)) < self.layers:
             return tuple(map(str, range(self.layers)))
         return self.names
+
+    @property
+    def sums(self) -> bool:
+        """Whether the loss of a step is the sum of those of its microbatches."""
+        return is_sum(self.loss)
 
     def full_name(self, layer: int, name: str) -> str:
         """Returns the name of a layer's parameter or buffer in the whole model."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.copies import without_memory
-from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
+from dynmo.models.loss import Counter, Loss, counter_of, is_sum, next_token_loss
 from dynmo.models.model import (
     Factory,
     Model,
@@ -42,7 +42,8 @@ class Sequential(Model):
     Args:
         layers: Modules, or functions that make one each. At least one per stage.
         loss: Returns the mean loss of a microbatch, a tensor without dimensions. The default is the
-            cross entropy of logits [..., vocabulary] and token ids [...].
+            cross entropy of logits [..., vocabulary] and token ids [...]. A loss with
+            `reduction="sum"`, an argument or an attribute as in torch, is added up instead.
         names: One name per layer, for messages and checkpoints. The default is the index and the
             module's class.
         seed: Seeds the functions.
@@ -114,7 +115,7 @@ class Sequential(Model):
             code=code,
             inputs=_names(inputs),
             targets=_names(targets),
-            count=count or counter_of(loss),
+            count=None if is_sum(loss) else count or counter_of(loss),
         )
         object.__setattr__(self, "_given", given)
 

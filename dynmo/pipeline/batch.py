@@ -123,7 +123,7 @@ class BatchCutter:
             if wanted is not None:
                 raise InputError("the batch has its targets; leave out the second argument")
             wanted = self._targets(targets, count)
-        return self._first_inputs(inputs, wanted), _map(wanted, lambda x: x.to(self._device))
+        return self._first_inputs(inputs, wanted), _map(wanted, lambda x: _plain(x, self._device))
 
     def _cut_list(self, given: list[object], count: int) -> tuple[Cut, Cut]:
         tensors = all(isinstance(each, Tensor) for each in given)
@@ -159,7 +159,7 @@ class BatchCutter:
         """Returns the inputs on the device, in the precision of the first layer."""
 
         def ready(x: Tensor) -> Tensor:
-            return x.to(self._device, self._dtype if x.is_floating_point() else None)
+            return _plain(x, self._device, self._dtype if x.is_floating_point() else None)
 
         inputs = _map(inputs, ready)
         if inputs is None or not self._model.takes_targets:
@@ -174,6 +174,12 @@ class BatchCutter:
             (self._model.first_inputs(x[0] if isinstance(x, tuple) else x, y),)
             for x, y in zip(inputs, targets, strict=True)
         ]
+
+
+def _plain(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the values in a tensor that a graph can save."""
+    moved = x.to(device, dtype)
+    return moved.clone() if moved.is_inference() else moved
 
 
 def _map(cut: Cut, change: Any) -> Any:

@@ -61,6 +61,7 @@ from dynmo.pipeline.saving import (
 )
 from dynmo.pipeline.start import World
 from dynmo.pipeline.step_result import StepResult
+from dynmo.pipeline.torch_modes import in_own_modes
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.planner.options import Elastic
 from dynmo.runtime.comm import world as comm
@@ -182,6 +183,7 @@ class Pipeline:
         True
     """
 
+    @in_own_modes
     def __init__(  # noqa: PLR0913
         self,
         model: Model,
@@ -450,6 +452,7 @@ class Pipeline:
             )
         return (results + self.drain())[-1]
 
+    @in_own_modes
     def advance(
         self,
         inputs: Batch | None = None,
@@ -489,6 +492,7 @@ class Pipeline:
         self._optimizer.step()
         return before + results
 
+    @in_own_modes
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final, if `advance` has not.
 
@@ -497,6 +501,7 @@ class Pipeline:
         """
         return self._loop.drain()
 
+    @in_own_modes
     def adapt(self) -> tuple[StepResult, ...]:
         """Changes what is to be changed before the next step. `step` calls it by itself.
 
@@ -563,6 +568,7 @@ class Pipeline:
         metrics: Metrics,
     ) -> tuple[float, dict[str, float]]: ...
 
+    @in_own_modes
     def evaluate(
         self,
         inputs: Batch | None = None,
@@ -669,6 +675,7 @@ class Pipeline:
         """
         return self._before is not None or self._loop.left
 
+    @in_own_modes
     def join(self, stopping: Callable[[], bool] | None = None) -> bool:
         """Waits until the training needs this process, and becomes a rank of it (again).
 
@@ -824,6 +831,7 @@ class Pipeline:
             measured = with_workspace(measured, shapes, self._engine.store.layout.recomputed)
         return profile_of(self.options, self._engine, measured, steps)
 
+    @in_own_modes
     def rebalance(self) -> bool:
         """Decides now on the placement of layers, and moves them if that repays itself.
 
@@ -843,6 +851,7 @@ class Pipeline:
         self._loop.consider()
         return self._engine.store.layout.partition != before
 
+    @in_own_modes
     def move(self, partition: Partition | Sequence[int], schedule: str | None = None) -> None:
         """Moves layers to `partition`, with gradients and optimizer state.
 
@@ -862,6 +871,7 @@ class Pipeline:
 
     # -- trained layers ----------------------------------------------------------------------------
 
+    @in_own_modes
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
 
@@ -874,6 +884,7 @@ class Pipeline:
         Actions(self._engine).freeze(layers)
         self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
 
+    @in_own_modes
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had.
 
@@ -888,6 +899,7 @@ class Pipeline:
 
     # -- saving ------------------------------------------------------------------------------------
 
+    @in_own_modes
     def save(
         self, folder: str | Path, keep: int = 2, extra: Mapping[str, Any] | None = None
     ) -> Path:
@@ -929,6 +941,7 @@ class Pipeline:
         loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
         return saved.path
 
+    @in_own_modes
     def load(self, folder: str | Path) -> int:
         """Goes on from the newest complete checkpoint in `folder`.
 
@@ -970,6 +983,7 @@ class Pipeline:
         """
         return WholeModel(self._engine).state_dict(everywhere)
 
+    @in_own_modes
     def load_state_dict(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Replaces the weights and persistent buffers of all layers.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -144,6 +145,74 @@ def test_a_wrong_count_is_refused(world: dynmo.World) -> None:
     pipeline = dynmo.Pipeline(model, world, microbatches=4)
     with pytest.raises(InputError, match=r"count returned -1; it must return how many targets"):
         pipeline.step(make_batch(0))
+
+
+def test_an_evaluation_that_counts_nothing_is_refused(world: dynmo.World) -> None:
+    pipeline = dynmo.Pipeline(dynmo.Sequential(make_layers()), world, microbatches=4)
+    batch = make_batch(0)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with pytest.raises(InputError, match="the evaluation: no target of the whole batch is counted"):
+        pipeline.evaluate(batch)
+    outputs = pipeline.evaluate(batch, outputs=True)[1]
+    assert isinstance(outputs, Tensor)
+    assert outputs.shape == (12, 5, 16)
+
+
+class OwnSum(nn.Module):
+    """A sum that says so as torch's losses do."""
+
+    reduction = "sum"
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum()
+
+
+SUMS: dict[str, Any] = {
+    "module": nn.MSELoss(reduction="sum"),
+    "partial": partial(nn.functional.mse_loss, reduction="sum"),
+    "own": OwnSum(),
+}
+
+
+def sum_step(
+    world: dynmo.World, loss: str, microbatches: int, **options: Any
+) -> tuple[float, float, dict[str, Any]]:
+    """Returns the loss before, that of the step, and the weights after."""
+    torch.manual_seed(0)
+    layers, rows = [nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)], torch.randn(8, 3)
+    whole = dynmo.Sequential(layers, SUMS[loss])
+    make = partial(torch.optim.SGD, lr=0.01)
+    given = {"microbatches": microbatches, "max_grad_norm": 0, "optimizer": make, **options}
+    pipeline = dynmo.Pipeline(whole, world, **given)
+    own = rows.chunk(options.get("replicas", 1))[pipeline.replica]
+    batch = own[:, :2], own[:, 2:]
+    before = pipeline.evaluate(*batch)
+    loss_of_step = pipeline.step(*batch).loss
+    return before, loss_of_step, {k: v.tolist() for k, v in pipeline.state_dict().items()}
+
+
+@pytest.mark.parametrize("loss", SUMS)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"microbatches": 1}),
+        (1, {"microbatches": 8}),
+        (2, {"microbatches": 4, "schedule": "zb-h1", "post_validation": True}),
+        (2, {"microbatches": 2, "replicas": 2}),
+    ],
+)
+def test_a_sum_stays_a_sum(pool: Pool, loss: str, ranks: int, options: dict[str, Any]) -> None:
+    """The number of microbatches and replicas changes neither the loss nor the step."""
+    told = pool.run("tests.pipeline.test_batch:sum_step", ranks, loss=loss, **options)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    rows = torch.randn(8, 3)
+    wanted = SUMS[loss](plain(rows[:, :2]), rows[:, 2:])
+    wanted.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.01).step()
+    assert [each[:2] for each in told] == [pytest.approx([float(wanted.detach())] * 2)] * ranks
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(torch.tensor(told[0][2][name]), value)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

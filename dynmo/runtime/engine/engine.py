@@ -21,7 +21,7 @@ from torch import Tensor
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.models.loss import weighted_mean
+from dynmo.models.loss import joined
 from dynmo.models.model import Model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
@@ -275,7 +275,7 @@ class Engine:
             observe: Called with outputs and targets of each microbatch on these ranks.
 
         Raises:
-            InputError: Ranks of a replica were given different batches.
+            InputError: Ranks of a replica were given different batches, or no target counts.
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
@@ -296,8 +296,12 @@ class Engine:
         )
         if difference is not None:
             raise difference
+        if outputs is None and not counts.any():
+            raise InputError(
+                "the evaluation: no target of the whole batch is counted (all labels are -100?)"
+            )
         replicas = world.replicas if shares else 1
-        return weighted_mean(losses[:replicas], counts[:replicas].tolist())
+        return joined(losses[:replicas], counts[:replicas].tolist(), self.model.sums)
 
     # -- measurements ------------------------------------------------------------------------------
 

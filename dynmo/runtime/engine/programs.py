@@ -14,7 +14,7 @@ import torch
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
-from dynmo.models.loss import counts_of, weighted_mean
+from dynmo.models.loss import counts_of, joined
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import Inputs, Targets, hashes_to_compare
@@ -132,7 +132,8 @@ class Programs:
         if not losses:
             return 0.0, 0.0
         counts = counts or [1.0] * len(losses)
-        return weighted_mean(torch.stack(losses).double(), counts), sum(counts)
+        mean = joined(torch.stack(losses).double(), counts, self._store.model.sums)
+        return mean, sum(counts)
 
     def _count(self, executor: Executor, targets: Targets, shares: bool = True) -> list[float]:
         """Counts the targets of each microbatch, and weighs the losses by them.
@@ -145,7 +146,9 @@ class Programs:
         if stage is None:
             return []
         stage.counts = None if targets is None else counts_of(store.model.count, targets)
-        if stage.counts is not None and shares:
+        if stage.counts is not None and store.model.sums:
+            stage.total = 1.0
+        elif stage.counts is not None and shares:
             own = torch.tensor(math.fsum(stage.counts), dtype=torch.float64)
             stage.total = math.fsum(
                 store.world.peers.gather(own, "the number of counted targets").tolist()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
-from dynmo.models.loss import weighted_mean
+from dynmo.models.loss import joined
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
@@ -186,7 +186,7 @@ class StepReduction:
         counts = losses[1].tolist()
         return StepRecord(
             step,
-            weighted_mean(losses[0], counts),
+            joined(losses[0], counts, self._store.model.sums),
             norm,
             squares,
             tuple(map(math.fsum, zip(*kinds, strict=True))),

@@ -36,7 +36,8 @@ class Stage:
         observe: Called with the output and the targets of each microbatch, on the last stage.
         counts: Number of targets that the loss of each microbatch counts. None means that all
             microbatches count alike.
-        total: Their sum over all microbatches of the step and all replicas.
+        total: Their sum over all microbatches of the step and all replicas. 1 if the losses are
+            added up.
     """
 
     collected: dict[int, object] | None = None
@@ -141,9 +142,7 @@ class Stage:
                 if isinstance(loss, Tensor)
                 else f"a {type(loss).__name__}"
             )
-            raise RunError(
-                f"the loss function returned {what}; it must return a scalar tensor, the mean"
-            )
+            raise RunError(f"the loss function returned {what}; it must return a scalar tensor")
         # The last layer may return several outputs.
         outputs = cast("Tensor | tuple[object, ...]", output)
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import dynmo
 from dynmo.models.huggingface.model import from_pretrained
-from dynmo.models.loss import weighted_mean
+from dynmo.models.loss import joined
 from tests.models.huggingface.tiny import VOCABULARY, config
 
 ROWS, TOKENS, MICROBATCHES, STEPS = 12, 7, 4, 3
@@ -121,4 +121,4 @@ def _forward_backward(whole: nn.Module, batch: dict[str, Tensor]) -> float:
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets)
         loss.backward(torch.tensor(count / sum(counts)))
         losses.append(loss.detach().double())
-    return weighted_mean(torch.stack(losses), counts)
+    return joined(torch.stack(losses), counts)

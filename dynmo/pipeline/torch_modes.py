@@ -1,0 +1,30 @@
+"""Torch's modes that a loop may have on around a call: no_grad, inference_mode, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_own_modes(method: Callable[P, T]) -> Callable[P, T]:
+    """Runs a method as without `no_grad` and `inference_mode` around it.
+
+    Autocast stays on. It keeps casts of weights until it ends, but a step changes the weights.
+    """
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        torch.clear_autocast_cache()
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                return method(*args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
+
+    return run

@@ -1,0 +1,107 @@
+"""A pipeline inside of no_grad, inference_mode and autocast."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynmo
+from tests.pool import Pool
+
+CONTEXTS = {
+    "none": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+}
+RATE = 0.1
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Made in the mode that is on, as a loop does."""
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(8, 8, generator=draws), torch.randn(8, 8, generator=draws)
+
+
+def train(world: dynmo.World, mode: str, folder: str) -> tuple[list[float], str]:
+    """All that a loop calls, in one context. Returns losses and the digest of the weights."""
+    told: list[float] = []
+    model = dynmo.Sequential(layers(), nn.functional.mse_loss)
+    with CONTEXTS[mode]():
+        pipeline = dynmo.Pipeline(
+            model,
+            world,
+            microbatches=2,
+            schedule="zb-h1",
+            max_grad_norm=0,
+            optimizer=partial(torch.optim.SGD, lr=RATE),
+        )
+        told += [pipeline.step(*batch()).loss, pipeline.evaluate(*batch())]
+        if world.size == 2:
+            pipeline.move([3, 1])
+        pipeline.save(folder)
+        told.append(pipeline.step(*batch()).loss)
+        pipeline.load(folder)
+        pipeline.freeze([0])
+        pipeline.load_state_dict(pipeline.state_dict())
+        pipeline.unfreeze([0])
+        told += [pipeline.step(*batch()).loss, pipeline.evaluate(*batch())]
+    return told, pipeline.digest()
+
+
+def plain(mode: str) -> list[float]:
+    """The same in plain torch. A new context for each microbatch casts the weights anew."""
+    model = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with CONTEXTS["autocast" if mode == "autocast" else "none"]():
+            return nn.functional.mse_loss(model(x), y)
+
+    def losses() -> Tensor:
+        return torch.stack(list(map(loss, *(each.split(4) for each in batch()))))
+
+    def evaluate() -> float:
+        model.eval()
+        mean = losses().mean()
+        model.train()
+        return mean.item()
+
+    def step() -> float:
+        mean = losses().mean()
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        return mean.item()
+
+    first = [step(), evaluate()]
+    kept = step()
+    return [*first, kept, kept, evaluate()]
+
+
+@pytest.mark.parametrize("mode", CONTEXTS)
+def test_modes_around_the_calls_change_nothing_but_what_they_should(
+    pool: Pool, tmp_path: Path, mode: str
+) -> None:
+    told = [
+        pool.run("tests.pipeline.test_torch_modes:train", ranks, mode=mode, folder=str(tmp_path))
+        for ranks in (1, 2)
+    ]
+    [(losses, digest)] = told[0]
+    assert told[1] == [[losses, digest]] * 2
+    assert losses == pytest.approx(plain(mode), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_modes_keep_the_bits(pool: Pool, tmp_path: Path, mode: str) -> None:
+    job = partial(pool.run, "tests.pipeline.test_torch_modes:train", 1, folder=str(tmp_path))
+    assert job(mode=mode) == job(mode="none")
