@@ -74,8 +74,11 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
-        rank_speeds(self.speeds, self.ranks)
-        rank_limits(self.memory_limit, self.ranks)
+        # Their lengths are checked. One for all would be copied for each rank.
+        if self.speeds is not None:
+            rank_speeds(self.speeds, self.ranks)
+        if isinstance(self.memory_limit, tuple):
+            rank_limits(self.memory_limit, self.ranks)
         if self.memory_limit is not None and not any(
             x.static_bytes or x.activation_bytes for x in self.profile.layers
         ):

@@ -140,6 +140,7 @@ def test_flipped_bit_is_refused_or_harmless(problems: Problems, name: str) -> No
     [
         ("plan", b'"between"', b'"bet\x7feen"'),
         ("plan", b'"microbatches": 4', b'"microbatches": 1000000000000'),
+        ("plan", b'"ranks": 2', b'"ranks": 1000000000000000000'),
         ("plan", b"1e9", b"5e-324"),
         ("fewest", b'"output_bytes": [8, 8', b'"output_bytes": [8, 1e18'),
         ("automatic", b'"f": [1, 0.5]', b'"f": [1, 1e308]'),
