@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.errors import ConfigError, DynmoError, InputError, RunError
 from dynmo.models.loss import joined
 from dynmo.models.model import Model
 from dynmo.runtime.comm.clock import clock_for
@@ -35,6 +35,7 @@ from dynmo.runtime.engine.batch_check import (
     hashes_to_compare,
 )
 from dynmo.runtime.engine.executor import StepOutput
+from dynmo.runtime.engine.not_finite import NotFiniteError, StepBatch, explained
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.options import (
     StepOptions,
@@ -120,6 +121,8 @@ class Engine:
         )
         # Gradients wait for `update` or `discard`.
         self._halfway = False
+        # Batches of the steps that are not final, by step.
+        self._batches: dict[int, StepBatch] = {}
         scaler = update.scaler or make_scaler(layers.dtype)
         table = StepReduction(store, self.clock)
         self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
@@ -128,6 +131,7 @@ class Engine:
             self.optimizer_step,
             validates=post_validation,
             copies=update.rollback == "exact" or not store.groups.inverts,
+            explain=self._explained,
         )
 
     # -- training ----------------------------------------------------------------------------------
@@ -200,10 +204,13 @@ class Engine:
         """
         check_rates(lr, max_norm)
         pending = self.pending
+        self._batches[step] = StepBatch(inputs, targets, keys)
+        self._batches.pop(step - 2, None)
         if not pending.validates:
             step_output = self.forward_backward(step, inputs, targets, keys)
             step_output.work = work
             record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
+            self._batches.clear()
             return *pending.take_done(), record
         check_batch(self.store, inputs, targets, self.store.layout.microbatches)
         executor = self.programs.executor()
@@ -243,9 +250,21 @@ class Engine:
         """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer."""
         check_rates(lr, max_norm)
         self._halfway = False
-        return self.pending.observed(
-            *self.optimizer_step.update(step, step_output, lr, max_norm, flag)
-        )
+        try:
+            record, failed = self.optimizer_step.update(step, step_output, lr, max_norm, flag)
+        except NotFiniteError as error:
+            raise self._explained(error) from None
+        return self.pending.observed(record, failed)
+
+    def _explained(self, error: DynmoError) -> DynmoError:
+        """Says where a value is not finite first."""
+        batch = self._batches.pop(error.step, None) if isinstance(error, NotFiniteError) else None
+        if batch is None or not isinstance(error, NotFiniteError):
+            return error
+        scale = self.optimizer_step.scaler.scale
+        said = explained(error, self.store, self.programs, batch, scale)
+        self.discard()
+        return said
 
     def discard(self) -> None:
         """Drops the gradients instead of `update`, and keeps the measurements."""

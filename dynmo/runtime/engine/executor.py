@@ -70,7 +70,7 @@ class Executor:
     ) -> None:
         self.program, self.stages = program, stages
         self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
-        self._buffers = BufferSet(
+        self.buffers = BufferSet(
             layer.module for stage in stages.values() for layer in stage.layers
         )
 
@@ -93,12 +93,12 @@ class Executor:
                 stage.begin()
                 if ragged:
                     stage.expect_ragged()
-            before = None if is_validated is None else self._buffers.copies()
+            before = None if is_validated is None else self.buffers.copies()
             self.streams.fork()
             step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
             if step_output is None:
                 assert before is not None
-                self._buffers.restore(before)
+                self.buffers.restore(before)
                 step_output = _ProgramRun(self, step, inputs, targets, training).run(None)
                 assert step_output is not None
             self.streams.join()

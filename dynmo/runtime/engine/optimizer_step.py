@@ -13,10 +13,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from dynmo.errors import RunError
 from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
+from dynmo.runtime.engine.not_finite import NotFiniteError
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.loss_scale import LossScaler
@@ -92,7 +92,7 @@ class OptimizerStep:
         )
         return CLIPPED if clips else None
 
-    def error(self, result: StepRecord) -> RunError | None:
+    def error(self, result: StepRecord) -> NotFiniteError | None:
         """Returns the error that ends the run after a loss or norm that is not finite.
 
         None if the step is skipped: gradients overflowed under a loss scale that may fall.
@@ -104,10 +104,8 @@ class OptimizerStep:
         what = "Lower train.lr or check the data"
         if finite and scaled and not scaler.dynamic:
             what = 'Lower train.loss_scale, or take "dynamic"'
-        return RunError(
-            f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing "
-            f"was updated. {what}"
-        )
+        said = f"loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated"
+        return NotFiniteError(result.step, f"step {result.step}: {said}", what)
 
     def skipped(self, result: StepRecord) -> StepRecord:
         return replace(result, squared_norms=(0.0,) * self._store.model.layers, skipped=True)

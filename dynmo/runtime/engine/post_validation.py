@@ -14,6 +14,7 @@ The step is made on what the ranks before know. It is pending until its verdict 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -48,9 +49,15 @@ class PostValidation:
     """Holds the last step until it is final, and results that nobody has taken yet."""
 
     def __init__(
-        self, store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool
+        self,
+        store: LayerStore,
+        end: OptimizerStep,
+        *,
+        validates: bool,
+        copies: bool,
+        explain: Callable[[DynmoError], DynmoError],
     ) -> None:
-        self._store, self._end = store, end
+        self._store, self._end, self._explain = store, end, explain
         self._policy = BarrierPolicy() if validates else None
         self._ring = self._new_ring()
         self._copies = copies
@@ -179,7 +186,7 @@ class PostValidation:
     def _raise(self) -> NoReturn:
         failure, self._failure = self._failure, None
         assert failure is not None
-        raise failure
+        raise self._explain(failure)
 
     def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
         """Records a step with a barrier as its verdict would have been, for the policy."""

@@ -34,6 +34,8 @@ class Stage:
         collected: Takes the model's output of each microbatch, on the last stage. None takes
             nothing.
         observe: Called with the output and the targets of each microbatch, on the last stage.
+        look: Called with outputs (False) or gradients (True) of a layer and a microbatch. None but
+            for a search.
         counts: Number of targets that the loss of each microbatch counts. None means that all
             microbatches count alike.
         total: Their sum over all microbatches of the step and all replicas. 1 if the losses are
@@ -42,6 +44,7 @@ class Stage:
 
     collected: dict[int, object] | None = None
     observe: Callable[[Any, Any], None] | None = None
+    look: Callable[[bool, int, int, Sequence[Tensor | None]], None] | None = None
     counts: Sequence[float] | None = None
     total: float = 0.0
 
@@ -109,6 +112,8 @@ class Stage:
                 finish,
                 pieces,
             )
+            if self.look is not None:
+                self.look(False, layer.index, microbatch, tensors)
         return tensors
 
     def _cutter(self, targets: object) -> Cutter | None:
@@ -168,12 +173,17 @@ class Stage:
             gradients = (self._share if self._shares is None else self._shares[microbatch],)
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
+            if self.look is not None:
+                weights = [] if deferred else _gradients(layer)
+                self.look(True, layer.index, microbatch, (*gradients, *weights))
         # A message travels from one device.
         return tuple(gradient.to(gradients[0].device) for gradient in gradients)
 
     def backward_weight(self, microbatch: int) -> None:
         for layer in reversed(self._trained):
             layer.backward_weight(microbatch)
+            if self.look is not None:
+                self.look(True, layer.index, microbatch, _gradients(layer))
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
         """Runs W like `backward_weight`, one deferred weight gradient at each step."""
@@ -183,6 +193,10 @@ class Stage:
     def clear(self) -> None:
         for layer in self.layers:
             layer.clear()
+
+
+def _gradients(layer: Layer) -> list[Tensor | None]:
+    return [parameter.grad for parameter in layer.module.parameters()]
 
 
 def _zero(output: object) -> Tensor:
