@@ -8,19 +8,25 @@
 A name is that of the event and of its field: `step/loss`, `eval/loss`, `data/waited`. A field of a
 step with a number for each rank or stage has the greatest as `step/memory`, and each as
 `step/memory/0` and so on. The table has the greatest alone.
+
+A run that resumes goes back to the step of its checkpoint. Each sink then has one row a step.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib
+import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dynmo.errors import ConfigError, needs_extra
-from dynmo.events import DataEvent, Event, StepEvent
+from dynmo.events import DataEvent, EvalEvent, Event, StepEvent
+from dynmo.files import write_whole
 from dynmo.options import find_own
 
 
@@ -45,40 +51,68 @@ def numbers_of(event: Event) -> Iterator[tuple[str, float]]:
 
 
 class Csv:
-    """A table with a row for each step.
+    """A table with a row for each step, and an evaluation in the row of its step.
 
     Args:
-        path: The file. Rows are added to one that is there, under its columns.
+        path: The file. Rows are added to one that is there, under its columns. Rows from the first
+            new step on are dropped, and so is a torn row.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
         self._names = [
             f"{kind.event}/{field.name}"
-            for kind in (StepEvent, DataEvent)
+            for kind in (StepEvent, DataEvent, EvalEvent)
             for field in fields(kind)
             if field.name not in ("step", "time")
         ]
         self._row: dict[str, float] = {}
+        self._later: dict[str, float] = {}  # of a step that has no row yet
+        self._rows: dict[int, int] = {}  # where the row of each step begins
+        self._last: int | None = None  # the step whose numbers are in `_row`
         try:
-            self._file = Path(path).open("a+", newline="", encoding="utf-8")  # noqa: SIM115
+            self._file = self._path.open("a+", newline="", encoding="utf-8")
+            self._read()
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-        self._table = csv.writer(self._file)
-        self._file.seek(0)
-        header = next(csv.reader(self._file), [])
-        if header:
-            self._names = header[1:]
-        else:
-            self._table.writerow(["step", *self._names])
+
+    def _read(self) -> None:
+        """Takes the columns and the places of the rows of a file that is there."""
+        place = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            first, *rest = line.decode("utf-8", errors="replace").rstrip("\r\n").split(",")
+            if not place:
+                self._names = rest
+            elif first.isdigit() and line.endswith(b"\n"):
+                self._rows[int(first)] = place
+            else:
+                break
+            place += len(line)
+        if not place:
+            csv.writer(self._file).writerow(["step", *self._names])
+            self._file.flush()
+        elif place < self._path.stat().st_size:
+            self._file.truncate(place)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepEvent | DataEvent):
+        if isinstance(event, DataEvent):
+            self._later |= numbers_of(event)
+        elif isinstance(event, StepEvent):
+            self._row, self._later = self._later | dict(numbers_of(event)), {}
+            self._write(event.step)
+        elif isinstance(event, EvalEvent) and event.step == self._last:
             self._row |= numbers_of(event)
-        if isinstance(event, StepEvent):
-            row = [self._row.get(name, "") for name in self._names]
-            self._table.writerow([event.step, *row])
-            self._file.flush()
-            self._row = {}
+            self._write(event.step)
+
+    def _write(self, step: int) -> None:
+        """Writes the row of a step, in place of the rows from this step on."""
+        again = [place for each, place in self._rows.items() if each >= step]
+        if again:
+            self._file.truncate(min(again))
+            self._rows = {each: place for each, place in self._rows.items() if each < step}
+        self._last, self._rows[step] = step, os.fstat(self._file.fileno()).st_size
+        csv.writer(self._file).writerow([step, *(self._row.get(n, "") for n in self._names)])
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -95,21 +129,25 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._writer: Any = _module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._make: Any = partial(_module("torch.utils.tensorboard").SummaryWriter, str(folder))
+        self._writer: Any = None
 
     def __call__(self, event: Event) -> None:
+        if self._writer is None:  # what an earlier process wrote from this step on is hidden
+            self._writer = self._make(purge_step=event.step)
         for name, value in numbers_of(event):
             self._writer.add_scalar(name, value, event.step, walltime=event.time)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:
-    """A run of Weights & Biases.
+    """A run of Weights & Biases. A process that resumes goes on with it.
 
     Args:
-        folder: Where it writes.
+        folder: Where it writes. The file `wandb-id` there names the run.
         name: Name of the run.
 
     Raises:
@@ -117,15 +155,32 @@ class WandB:
     """
 
     def __init__(self, folder: str | Path, name: str) -> None:
-        self._run = _module("wandb").init(project="dynmo", name=name, dir=str(folder))
+        wandb, path = _module("wandb"), Path(folder) / "wandb-id"
+        if not path.exists():
+            write_whole(path, secrets.token_hex(4))
+        number = path.read_text(encoding="utf-8").strip()
+        self._run = wandb.init(
+            project="dynmo", name=name, dir=str(folder), id=number, resume="allow"
+        )
+        self._step: int | None = None
+        self._row: dict[str, float] = {}
+        self._later: dict[str, float] = {}  # of a step that has no row yet
 
     def __call__(self, event: Event) -> None:
-        # Its steps never go back, as those of an evaluation after a step would.
-        numbers = dict(numbers_of(event))
-        if numbers:
-            self._run.log(numbers | {"step": event.step})
+        if isinstance(event, StepEvent):
+            # Weights & Biases drops a row whose step it has.
+            self._log()
+            self._step, self._row, self._later = event.step, self._later, {}
+        to = self._row if event.step == self._step else self._later
+        to |= numbers_of(event)
+
+    def _log(self) -> None:
+        if self._row:
+            self._run.log(self._row | {"step": self._step}, step=self._step)
 
     def close(self) -> None:
+        self._row |= self._later
+        self._log()
         self._run.finish()
 
 

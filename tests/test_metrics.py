@@ -6,6 +6,8 @@ import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,61 @@ def test_table_has_a_row_for_each_step_and_goes_on(tmp_path: Path) -> None:
     assert [row["step/layers"] for row in rows] == ["3.0", "3.0", "3.0"]
     assert [row["step/memory"] for row in rows] == ["", "", "9.0"]
     assert [row["data/waited"] for row in rows] == ["0.5", "", ""]
+    assert [row["eval/loss"] for row in rows] == ["2.5", "", ""]
+
+
+def test_table_of_a_resumed_run_has_a_row_for_each_step(tmp_path: Path) -> None:
+    """Rows from the first new step on are dropped, and a row that a full disk has cut."""
+    path = tmp_path / "numbers.csv"
+    table = Csv(path)
+    for number in range(4):
+        table(step(number, 3.0))
+        table(EvalEvent(number, 2.0, 200.0))
+    table.close()
+    with path.open("a") as file:
+        file.write("4,0.5,1")
+    table = Csv(path)
+    for number in (2, 3):
+        table(step(number, 1.0))
+    table(EvalEvent(3, 0.5, 200.0))
+    table.close()
+    with path.open() as file:
+        rows = [(row["step"], row["step/loss"], row["eval/loss"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "3.0", "2.0"), ("1", "3.0", "2.0"), ("2", "1.0", ""), ("3", "1.0", "0.5")]
+
+
+class FakeWandB(ModuleType):
+    """Notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.opened: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def init(self, **options: Any) -> FakeWandB:
+        self.opened.append(options)
+        return self
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.rows.append((-1, {}))
+
+
+def test_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first in (0, 1):
+        sink = open_sink("wandb", tmp_path, "main")
+        for event in (*EVENTS, CheckpointEvent(1, "a", 5, 0.5))[3 * first :]:
+            sink(event)
+        sink.close()
+    assert fake.opened[0] == fake.opened[1]
+    assert fake.opened[0]["resume"] == "allow"
+    assert [number for number, _ in fake.rows] == [0, 1, -1, 1, -1]
+    assert {"data/waited", "step/loss", "eval/loss"} <= fake.rows[0][1].keys()
+    assert fake.rows[1][1]["checkpoint/bytes"] == 5
 
 
 def test_table_keeps_the_columns_of_an_older_one(tmp_path: Path) -> None:

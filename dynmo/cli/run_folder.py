@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynmo.errors import ConfigError, InputError, Interrupted, RunError
+from dynmo.errors import ConfigError, DynmoError, Interrupted, RunError
 from dynmo.files import write_whole
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-RUNS = Path("runs")
+RUNS, EVENTS = Path("runs"), "events.jsonl"
 
 
 @contextlib.contextmanager
@@ -32,7 +32,8 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
 
     The ranks may find the input wrong, or be interrupted, before the run writes its first event.
     The folder is then restored, so that it does not block the next attempt. A run that --overwrite
-    replaces is deleted only after the first event of the new run, by `forget_replaced`.
+    replaces is deleted only after the first event of the new run, by `forget_replaced`. The error
+    of a run that fails says how it, or the run before, can go on.
     """
     folder = RUNS / config.name
     with _alone(folder):
@@ -40,13 +41,22 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
             before = _prepare(folder, config, resume, overwrite)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ready: {error}") from None
-        events = _size(folder / "events.jsonl")
+        events = _size(folder / EVENTS)
         try:
             yield folder
-        except (InputError, Interrupted, KeyboardInterrupt):
-            if _size(folder / "events.jsonl") == events:
+        except (DynmoError, KeyboardInterrupt) as error:
+            is_kept = _size(folder / EVENTS) == events
+            failed = isinstance(error, RunError) and not isinstance(error, Interrupted)
+            if is_kept and (before.replaced is not None or not failed):
                 before.restore(folder)
+            if is_kept and before.replaced is not None:
+                how = _how_to_resume(folder)
+                error.args = (f"{error}; the run before is kept{how and f', and {how}'}",)
+            elif isinstance(error, RunError) and folder.is_dir():
+                error.args = (f"{error}; {how_to_go_on(folder)}",)
             raise
+        if resume and _size(folder / EVENTS) == events:  # nothing was left to train
+            before.restore(folder)
 
 
 def forget_replaced(folder: Path) -> None:
@@ -54,23 +64,16 @@ def forget_replaced(folder: Path) -> None:
     shutil.rmtree(_aside(folder), ignore_errors=True)
 
 
-@contextlib.contextmanager
-def told_how_to_go_on(folder: Path) -> Iterator[None]:
-    """Adds how the run can go on to the error of a run that fails, while it is open."""
-    try:
-        yield
-    except RunError as error:
-        if folder.is_dir():
-            error.args = (f"{error}; {how_to_go_on(folder)}",)
-        raise
-
-
 def how_to_go_on(folder: Path) -> str:
     """Names the newest checkpoint of a run that was cut short, or says that there is none."""
+    return _how_to_resume(folder) or (
+        f"{folder} has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
+    )
+
+
+def _how_to_resume(folder: Path) -> str:
     saved = _checkpoints(folder)
-    if saved:
-        return f"--resume goes on from {saved[-1]}"
-    return f"{folder} has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
+    return f"--resume goes on from {saved[-1]}" if saved else ""
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -124,16 +127,28 @@ class _Before:
 
     def restore(self, folder: Path) -> None:
         if self.config is not None:
-            write_whole(folder / "config.toml", self.config)
-        else:
-            shutil.rmtree(folder)
+            _write_config(folder, self.config)
+            return
+        if self.replaced is not None:  # the logs of the ranks say what was wrong
+            for log in folder.glob("rank-*.log"):
+                log.rename(self.replaced / log.name)
+        shutil.rmtree(folder)
         if self.replaced is not None:
             self.replaced.rename(folder)
 
 
+def _write_config(folder: Path, text: str) -> None:
+    """Leaves a file that says the same as it is."""
+    path = folder / "config.toml"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    write_whole(path, text)
+
+
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Before:
     """Makes the folder with the run's config, and returns its content before."""
-    if _aside(folder).exists() and not _size(folder / "events.jsonl"):
+    if _aside(folder).exists() and not _size(folder / EVENTS):
         # An attempt to replace the run failed before its first event.
         shutil.rmtree(folder, ignore_errors=True)
         _aside(folder).rename(folder)
@@ -147,7 +162,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Be
         before = _Before(replaced=_set_aside(folder, overwrite))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.toml", config.to_toml())
+        _write_config(folder, config.to_toml())
     except OSError:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)

@@ -31,7 +31,7 @@ from dynmo.cli.rank_process import (
     show_progress_of_reading,
     stdout_for_json,
 )
-from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder, told_how_to_go_on
+from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder
 from dynmo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,10 +110,7 @@ def train(options: TrainOptions) -> None:
     rendezvous = from_environment() if options.launcher is None else None
     if rendezvous is None:
         check_input(config)
-        with (
-            told_how_to_go_on(RUNS / config.name),
-            run_folder(config, options.resume, options.overwrite) as folder,
-        ):
+        with run_folder(config, options.resume, options.overwrite) as folder:
             raise typer.Exit(_spawn(config, folder, options))
     raise typer.Exit(_joined_rank(config, rendezvous, options))
 
@@ -171,11 +168,10 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
     # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     with (
-        told_how_to_go_on(RUNS / config.name),
-        described_errors(rendezvous.rank),
         run_folder(config, options.resume, options.overwrite)
         if writes
         else contextlib.nullcontext(RUNS / config.name) as folder,
+        described_errors(rendezvous.rank),
     ):
         return _rank(config, rendezvous, folder, options)
 

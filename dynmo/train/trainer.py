@@ -100,6 +100,8 @@ class Trainer:
         # The log is opened last, so that earlier errors leave no log.
         writes = self._world.rank == 0  # a newcomer has its rank only now
         folder, listen = (self._folder, self._listen) if writes else (None, None)
+        if self.first_step >= self.config.train.steps:
+            folder = None  # nothing trains
         self._log = RunLog(self.config, folder, listen)
         for event in self._early:
             self._tell(event)

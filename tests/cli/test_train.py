@@ -197,7 +197,8 @@ def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -
     """The files of an old run stay unchanged, and a new run leaves no folder behind."""
     fill(tmp_path)
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
-    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
+    by_hand = load(tmp_path / "run.toml").to_toml() + "# a note"
+    (tmp_path / "runs/main/config.toml").write_text(by_hand)
     before = tree(tmp_path)
     for flags in (("--resume",), ("--overwrite",), ("--set", "name=new")):
         with files_up_to(10):
@@ -210,10 +211,7 @@ def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -
 def test_failed_overwrite_restores_the_old_run(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old run is restored, for --resume or for another --overwrite.
-
-    The log of the failed attempt stays until the next attempt.
-    """
+    """The log of the failed attempt is the only file that it leaves."""
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
@@ -224,11 +222,15 @@ def test_failed_overwrite_restores_the_old_run(
         raise RunError("rank 0 was ended by SIGKILL")
 
     monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", fail)
-    for _ in range(2):
-        assert run(tmp_path, "run.toml", "--overwrite").status == 1
-        assert set(tree(tmp_path / "runs/main")) == {"config.toml", "rank-0.log"}
+    kept = {"config.toml": b"", "events.jsonl": b"of weeks", "rank-0.log": b"why"}
+    said = "dynmo: rank 0 was ended by SIGKILL; the run before is kept"
+    for saved in (False, True):
+        on = ", and --resume goes on from runs/main/checkpoints/step-000005" * saved
+        assert run(tmp_path, "run.toml", "--overwrite") == (1, "", f"{said}{on}\n")
+        assert tree(tmp_path / "runs/main") == kept
+        (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True, exist_ok=True)
     assert_refused(run(tmp_path, "run.toml"), "runs/main exists")
-    assert tree(tmp_path / "runs") == {"main/config.toml": b"", "main/events.jsonl": b"of weeks"}
+    assert tree(tmp_path / "runs/main") == kept
 
 
 def test_run_of_another_process_is_not_touched(
