@@ -55,6 +55,8 @@ class StepEvent(Event):
         inherent_idle: Share of idle time that the schedule would have at equal stages, simulated.
             The rest of `idle_ratio` is due to imbalance, messages and other processes. None in
             older logs.
+        router_loss: What the routers of a model of transformers have added to the loss. None if
+            there are none.
     """
 
     event: ClassVar[str] = "step"
@@ -72,6 +74,7 @@ class StepEvent(Event):
     memory: tuple[int, ...] = ()
     gpu_seconds_returned: float = 0.0
     inherent_idle: float | None = None
+    router_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Model:
             name, and a dictionary of tensors if there are several.
         count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
             means that microbatches count alike.
+        router_loss: Takes the last layer's output. Returns the part of the loss that routers add.
         piece_loss: The loss of some tokens, if `loss` does not tell it (`piece_loss_of`).
         work: Work of F, B and W of each layer, compared with others of its kind. None: layers of
             one kind and size have equal work.
@@ -64,6 +65,7 @@ class Model:
     gaps: bool = False
     targets: tuple[str, ...] = ("labels",)
     count: Counter | None = None
+    router_loss: Callable[[Any], Tensor] | None = None
     piece_loss: PieceLoss | None = None
     work: tuple[tuple[float, float, float], ...] | None = None
 

@@ -319,6 +319,7 @@ class Loop:
             memory=result.memory,
             gpu_seconds_returned=0.0 if self.elastic is None else self.elastic.gpu_seconds_returned,
             inherent_idle=self._engine.schedule_keeper.inherent_idle(record.kinds),
+            router_loss=result.router_loss,
         )
 
     def _result(self, record: StepRecord, started: _Started) -> StepResult:
@@ -340,4 +341,5 @@ class Loop:
             record.memory,
             record.work,
             None if peak is None else peak * self._engine.store.world.everyone.size,
+            record.router_loss,
         )

@@ -33,6 +33,8 @@ class StepResult:
             those of causal attention. Padding does not count, and all layers count alike whatever
             dynamic cases save. 0 if unknown.
         peak_flops: FLOP/s that all ranks can do. None if unknown.
+        router_loss: What the routers of a model of transformers have added to the loss, with their
+            weight. None if it adds none.
     """
 
     step: int
@@ -51,6 +53,7 @@ class StepResult:
     memory: tuple[int, ...]
     model_flops: float
     peak_flops: float | None
+    router_loss: float | None = None
 
     def __repr__(self) -> str:
         skipped = ", skipped=True" if self.skipped else ""

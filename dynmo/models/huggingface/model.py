@@ -29,6 +29,7 @@ from dynmo.models.huggingface.loading import Weights, weights_of
 from dynmo.models.huggingface.router import (
     piece_with_router_loss,
     router_loss_of,
+    weighted_router_loss,
     with_router_loss,
 )
 from dynmo.models.huggingface.split_conv1d import SplitConv1D
@@ -170,6 +171,7 @@ def from_pretrained(  # noqa: PLR0913
         names=tuple(place.name for place in builder.places),
         build=builder.build,
         loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
+        router_loss=None if router is None else partial(weighted_router_loss, weight=router.weight),
         piece_loss=None if router is None else piece_with_router_loss(router.weight),
         tied=builder.tied(),
         code=(type(model).__module__,),

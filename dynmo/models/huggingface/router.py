@@ -110,16 +110,18 @@ def with_router_loss(output: tuple[Tensor, Tensor], labels: Tensor, weight: floa
         labels: [rows, tokens], as transformers has them.
         weight: Weight of the loss of the routers.
     """
-    logits, router_loss = output
-    return causal_lm_loss(logits, labels) + weight * router_loss
+    return causal_lm_loss(output[0], labels) + weighted_router_loss(output, weight)
+
+
+def weighted_router_loss(output: tuple[Tensor, Tensor], weight: float) -> Tensor:
+    return weight * output[1]
 
 
 def piece_with_router_loss(weight: float) -> PieceLoss:
     """Returns `with_router_loss` of some tokens. The loss of the routers is that of all tokens."""
 
     def mean(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        logits, router_loss = output
-        return next_token_loss(logits, targets) + weight * router_loss
+        return next_token_loss(output[0], targets) + weighted_router_loss(output, weight)
 
     return PieceLoss(next_labels, mean)
 

@@ -47,6 +47,7 @@ class StepOutput:
             none, or if no other rank of its replica could be given another.
         counts: Number of targets that the loss of each microbatch counts, on the last stage.
         work: Operations of this replica's batch, as the caller counts them, on the first stage.
+        router_losses: What routers add to the losses, on the last stage of a model that has them.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -54,6 +55,7 @@ class StepOutput:
     hashes: tuple[Tensor | None, Tensor | None] = (None, None)
     counts: Sequence[float] = ()
     work: Tensor | float = 0.0
+    router_losses: list[Tensor] = field(default_factory=list[Tensor])
 
 
 class Executor:

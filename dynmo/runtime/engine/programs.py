@@ -97,6 +97,8 @@ class Programs:
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes, step_output.counts = hashes, counts
+        for stage in executor.stages.values():
+            step_output.router_losses += [x for _, x in sorted(stage.router_losses.items())]
         store.replicas.finish("the gradients of the step")
         self._clock.settle()
         if store.world.device.type == "cpu":  # no other process has a part of a GPU's time
@@ -228,6 +230,7 @@ class Programs:
             loss = store.model.loss if stage == last else None
             pieces = store.pieces if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device, pieces)
+            stages[stage].router_loss = store.model.router_loss
         transport = Transport(world, programs)
         program = programs[world.rank]
         return Executor(program, stages, transport, self._clock, self._streams, timeout)

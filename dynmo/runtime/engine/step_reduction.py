@@ -54,6 +54,7 @@ class StepRecord:
             Slices of a GPU have those of their process. 0 if unknown.
         work: Operations of the whole batch, as the caller counts them.
         kinds: The busy seconds of all ranks by F, B and W. A fused BW counts half and half.
+        router_loss: What routers have added to the loss. None if there are none.
     """
 
     step: int
@@ -72,6 +73,7 @@ class StepRecord:
     memory: tuple[int, ...] = ()
     work: float = 0.0
     kinds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    router_loss: float | None = None
 
     @property
     def idle_ratio(self) -> float:
@@ -97,7 +99,12 @@ class StepReduction:
     @property
     def _losses_end(self) -> int:
         layout = self._store.layout
-        return self._store.model.layers + 2 * layout.microbatches * layout.replicas
+        return self._store.model.layers + self._sums * layout.microbatches * layout.replicas
+
+    @property
+    def _sums(self) -> int:
+        """Numbers of a microbatch: loss, count, and the loss of routers if there are some."""
+        return 2 if self._store.model.router_loss is None else 3
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
@@ -105,7 +112,7 @@ class StepReduction:
         The rows are F, B, W, span, flag, the hashes of inputs and targets, memory, and work.
         """
         layers, losses = self._store.model.layers, self._losses_end
-        both = table[layers:losses].view(2, -1)
+        both = table[layers:losses].view(self._sums, -1)
         return table[:layers], both, table[losses:].view(_ROWS, self._ranks)
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
@@ -127,6 +134,8 @@ class StepReduction:
             mine = losses[:, world.replica * own :][:, :own]
             mine[0] = torch.stack(step_output.losses)
             mine[1] = torch.tensor(step_output.counts, dtype=torch.float64)
+            if step_output.router_losses:
+                mine[2] = torch.stack(step_output.router_losses)
         memory = peak_bytes(world.device)
         for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
@@ -198,4 +207,5 @@ class StepReduction:
             memory=tuple(map(int, memory)),
             work=math.fsum(work),
             kinds=(forward, backward, weights),
+            router_loss=joined(losses[2], counts) if len(losses) > 2 else None,
         )

@@ -53,12 +53,15 @@ class TokenPieces:
     most: int
     loss: PieceLoss
 
-    def cut(self, hidden: Tensor, targets: Tensor) -> Iterator[Piece]:
+    def cut(
+        self, hidden: Tensor, targets: Tensor, note: Callable[[Any], None] | None = None
+    ) -> Iterator[Piece]:
         """Yields the pieces of a microbatch.
 
         Args:
             hidden: Input of the last layer, [rows, tokens, width].
             targets: [rows, tokens], as the model's loss takes them.
+            note: Called with the layer's output of each piece.
         """
         if hidden.dim() != 3 or targets.shape != hidden.shape[:2]:
             raise ConfigError(
@@ -74,9 +77,12 @@ class TokenPieces:
         for start in range(0, length, step):
             tokens = slice(start, start + step)
             share = is_counted[:, tokens].sum() / total
-            yield Piece(tokens, share, partial(self._finish, aligned[:, tokens].contiguous()))
+            own = aligned[:, tokens].contiguous()
+            yield Piece(tokens, share, partial(self._finish, own, note))
 
-    def _finish(self, targets: Tensor, output: Any) -> Tensor:
+    def _finish(self, targets: Tensor, note: Callable[[Any], None] | None, output: Any) -> Tensor:
+        if note is not None:
+            note(output)
         return self.loss.mean(output, targets)
 
 

@@ -38,6 +38,8 @@ class Stage:
             for a search.
         counts: Number of targets that the loss of each microbatch counts. None means that all
             microbatches count alike.
+        router_loss: Takes the model's output. Returns the part of the loss that routers add.
+        router_losses: That part in each microbatch, on the last stage.
         total: Their sum over all microbatches of the step and all replicas. 1 if the losses are
             added up.
     """
@@ -45,6 +47,7 @@ class Stage:
     collected: dict[int, object] | None = None
     observe: Callable[[Any, Any], None] | None = None
     look: Callable[[bool, int, int, Sequence[Tensor | None]], None] | None = None
+    router_loss: Callable[[Any], Tensor] | None = None
     counts: Sequence[float] | None = None
     total: float = 0.0
 
@@ -63,6 +66,7 @@ class Stage:
         self._outputs, self._kept = outputs, self.layers[:kept]
         self._run = self.layers[kept if outputs is not None else 0 :]
         self._portion, self._device, self._pieces = share, device, pieces
+        self.router_losses = dict[int, Tensor]()
         self.scale_loss(1.0)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
@@ -101,7 +105,7 @@ class Stage:
         for layer in self._run:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, microbatch, targets) if ends else None
-            pieces = self._cutter(targets) if ends else None
+            pieces = self._cutter(microbatch, targets) if ends else None
             graph = training and layer.index >= self._first_trainable
             tensors = layer.forward(
                 microbatch,
@@ -116,7 +120,11 @@ class Stage:
                 self.look(False, layer.index, microbatch, tensors)
         return tensors
 
-    def _cutter(self, targets: object) -> Cutter | None:
+    def _note(self, microbatch: int, output: Any) -> None:
+        if self.router_loss is not None:
+            self.router_losses[microbatch] = self.router_loss(output).detach()
+
+    def _cutter(self, microbatch: int, targets: object) -> Cutter | None:
         """Returns what cuts a microbatch, unless someone wants its whole output."""
         if self._pieces is None or self.collected is not None or self.observe is not None:
             return None
@@ -125,7 +133,8 @@ class Stage:
                 "train.head_tokens: the targets are no tensor [rows, tokens], which alone can be "
                 "cut; leave out head_tokens"
             )
-        return partial(self._pieces.cut, targets=targets)
+        note = partial(self._note, microbatch)
+        return partial(self._pieces.cut, targets=targets, note=note)
 
     def _finish(self, microbatch: int, targets: object, output: Tensor) -> Tensor:
         assert self._loss is not None
@@ -136,6 +145,7 @@ class Stage:
         assert targets is not None, "a last stage needs targets"
         if self.observe is not None:
             self.observe(_copy(output), targets)
+        self._note(microbatch, output)
         if self.counts is not None and not self.counts[microbatch]:
             return _zero(output)  # the mean over nothing is no number
         # A loss may write to its targets (to mask some, say). They may be a view of the batch, and

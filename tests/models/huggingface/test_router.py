@@ -8,7 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import dynmo
 from dynmo.errors import ConfigError
+from dynmo.events import Event, StepEvent
+from dynmo.metrics import numbers_of
 from dynmo.models.huggingface.router import router_loss_of
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.small import frame_of, make_batch
@@ -55,6 +58,28 @@ def test_an_unknown_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{module}.load_balancing_loss_func", lambda *_: torch.ones(()))
     with pytest.raises(ConfigError, match="in a way that dynmo does not know"):
         router_loss_of(model)
+
+
+@pytest.mark.parametrize("head_tokens", [None, 6])
+def test_step_tells_what_routers_add(head_tokens: int | None) -> None:
+    """Each microbatch weighs as in the loss, by its counted targets."""
+    events: list[Event] = []
+    model, batch = model_of("mixtral", **ROUTER), make_batch(0, padded=True)
+    plain = AutoModelForCausalLM.from_config(config("mixtral", **ROUTER))
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(
+            model, world, microbatches=3, head_tokens=head_tokens, listen=events.append
+        )
+        plain.load_state_dict(pipeline.state_dict())
+        told = pipeline.step(batch).router_loss
+    parts = [{name: rows.chunk(3)[i] for name, rows in batch.items()} for i in range(3)]
+    wanted = torch.stack([plain(**part, use_cache=False).aux_loss.detach() for part in parts])
+    counts = torch.stack([(part["labels"][:, 1:] != -100).sum() for part in parts])
+    mean = plain.config.router_aux_loss_coef * (wanted * counts).sum() / counts.sum()
+    assert len(set(counts.tolist())) > 1
+    assert told == pytest.approx(float(mean), rel=1e-5)
+    [event] = [each for each in events if isinstance(each, StepEvent)]
+    assert dict(numbers_of(event))["step/router_loss"] == told
 
 
 def test_any_ranks_have_the_bits_of_one(pool: Pool) -> None:
