@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynmo.huggingface.partial_folder import PartialFolder
 from dynmo.huggingface.tensor_file import TensorFile
+from dynmo.models.huggingface.adapter_config import renamed_config
 from dynmo.models.huggingface.adapter_files import CONFIG, WEIGHTS
 from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
 from dynmo.models.huggingface.model import HuggingFaceModel
@@ -52,7 +53,9 @@ class AdapterExport:
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            saved_name(name): tensor.detach().to(tensor.device, self._dtype or tensor.dtype)
+            saved_name(name, self._model.folder_class.paths): tensor.detach().to(
+                tensor.device, self._dtype or tensor.dtype
+            )
             for name, tensor in state.items()
             if is_adapter(name)
         }
@@ -67,6 +70,8 @@ class AdapterExport:
                 self._part(number).unlink()
         config = copy.deepcopy(self._model.lora)
         assert config is not None
+        if self._model.folder_class.paths:
+            config = renamed_config(config, self._model.folder_class.paths)
         config.inference_mode = True  # as peft saves it
         config.save_pretrained(str(self.partial))
         self._place.complete(CONFIG, re.compile(r"adapter_model\.bin"))

@@ -1,4 +1,4 @@
-"""The files beside the weights: configs, tokenizer, the model's own code."""
+"""The files beside the weights: configs, tokenizer and processors, the model's own code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dynmo.models.huggingface.model import HuggingFaceModel
 
 _GENERATION = "generation_config.json"
-_TOKENIZER = (
+_INPUTS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -21,6 +21,7 @@ _TOKENIZER = (
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*",
+    "*processor_config.json",
 )
 
 
@@ -32,13 +33,13 @@ def write_companions(model: HuggingFaceModel, dtype: torch.dtype, folder: Path) 
     """
     transformer = model.structure.model
     config = copy.deepcopy(model.config)
-    config.architectures = [type(transformer).__name__]
+    config.architectures = [type(model.folder_class.model).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
     source = model.folder
     if source is not None:
         own_code = ("*.py",) if getattr(config, "auto_map", None) else ()
-        _copy(source, folder, (*_TOKENIZER, _GENERATION, *own_code))
+        _copy(source, folder, (*_INPUTS, _GENERATION, *own_code))
     generation = getattr(transformer, "generation_config", None)
     if generation is not None and not (folder / _GENERATION).exists():
         generation.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """The folder of a transformers model while it is written.
 
 model-00001-of-00002.safetensors      the layers of one shard
-model-00002-of-00002.safetensors
+model-00002-of-00002.safetensors      the last one has what the model leaves unused, too
 model.safetensors.index.json          tensor -> file
 config.json, generation_config.json, files of the tokenizer
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -59,9 +59,10 @@ class Export:
             for at in range(1, count + 1)
         ]
         self._shapes = [self._form.shapes(module) for module in modules]
-        every = [each for shapes in self._shapes for each in shapes.values()]
-        self.bytes = sum(each.nbytes for each in every)
-        self._dtype = first_float(every) if dtype is None else dtype
+        every = {name: each for shapes in self._shapes for name, each in shapes.items()}
+        self._beside = beside(model, every)
+        self.bytes = sum(each.nbytes for each in (*every.values(), *self._beside.values()))
+        self._dtype = first_float(every.values()) if dtype is None else dtype
 
     @property
     def partial(self) -> Path:
@@ -73,8 +74,13 @@ class Export:
         self._place.prepare()
 
     def shard(self, number: int) -> TensorFile:
-        """Begins the file of a shard."""
-        return TensorFile(self.partial / self.files[number], self._shapes_of(number))
+        """Begins the file of a shard. The last one gets the tensors beside the model now."""
+        file = TensorFile(self.partial / self.files[number], self._shapes_of(number))
+        weights = self._model.weights
+        if weights is not None and self._is_last(number):
+            for key, tensor in weights.read_beside(self._beside):
+                file.write({key: tensor})
+        return file
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a layer for its shard, on the CPU."""
@@ -87,18 +93,36 @@ class Export:
         write_companions(self._model, self._dtype, self.partial)
         self._place.complete(_CONFIG, _WEIGHTS)
 
+    def _is_last(self, number: int) -> bool:
+        return number == len(self._shards) - 1
+
     def _shapes_of(self, number: int) -> dict[str, Tensor]:
-        return {
+        shapes = {
             name: each
             for index in self._shards[number]
             for name, each in self._shapes[index].items()
         }
+        return shapes | self._beside if self._is_last(number) else shapes
 
     def _index(self) -> str:
         weights = {
             name: file for number, file in enumerate(self.files) for name in self._shapes_of(number)
         }
         parameters = sum(self._form.parameters(module) for module in self._modules)
+        parameters += sum(each.numel() for each in self._beside.values())
         metadata = {"total_parameters": parameters, "total_size": self.bytes}
         index = {"metadata": metadata, "weight_map": weights}
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def beside(model: HuggingFaceModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Returns the tensors of the model's folder that it does not use, on the meta device.
+
+    Args:
+        names: Names in files of the model's own tensors.
+    """
+    return {
+        key: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for key, each in (model.weights.beside if model.weights is not None else {}).items()
+        if key not in names
+    }

@@ -24,6 +24,7 @@ from dynmo.runtime.state.migration import Contents, fill
 # Most bytes of a file of weights, as in transformers.
 _MOST = 50 * 10**9
 _MASTER = "/master"
+_TENSORS = ("parameter", "buffer")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def export_checkpoint(
         _take_types(module, path, index)
     form = SavedForm(model, dtype)
     sizes = [sum(each.nbytes for each in form.shapes(module).values()) for module in modules]
+    if model.weights is not None:
+        sizes[-1] += sum(each.bytes for each in model.weights.beside.values())
     shards = in_shards(sizes, _MOST)
     export = export_of(model)(folder, model, modules, shards, dtype)
     try:
@@ -96,13 +99,11 @@ def in_shards(sizes: Iterable[int], most: int) -> list[list[int]]:
 
 
 def _take_types(module: nn.Module, path: Path, index: int) -> None:
-    """Gives the parameters of a layer on the meta device their types in the checkpoint."""
+    """Gives the tensors of a layer on the meta device their types in the checkpoint."""
     records = checkpoint.load_manifest(path, index).tensors
-    types = {each.name: each.dtype for each in records if each.section == "parameter"}
-    for name, parameter in module.named_parameters():
-        dtype = DTYPES.get(types.get(name, ""))
-        if dtype is not None:
-            parameter.data = parameter.data.to(dtype)
+    types = {each.name: DTYPES.get(each.dtype) for each in records if each.section in _TENSORS}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        tensor.data = tensor.data.to(types.get(name) or tensor.dtype)
 
 
 def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -> dict[str, Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
+from dynmo.models.huggingface.adapter_names import renamed
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.huggingface.transformers_private import as_in_files
 from dynmo.runtime.state.exact_state import shapes_of_state
@@ -24,28 +23,28 @@ class SavedForm:
     in memory, and has them one by one in files.
 
     Args:
-        dtype: Type of floating-point tensors in files. None keeps what they have. What the model
-            keeps in float32 stays so, as in transformers.
+        dtype: Type of floating-point tensors in files. What the model keeps in float32 stays so, as
+            in transformers. None means float32.
     """
 
     def __init__(self, model: HuggingFaceModel, dtype: torch.dtype | None) -> None:
-        self._model: Any = model.structure.model
-        self._dtype = dtype
+        self._class = model.folder_class
+        self._types = model.types.at(dtype or torch.float32)
         users = {name for _, (_, name) in model.tied}
-        self._left_out = users | set(_names(self._model, "_keys_to_ignore_on_save"))
-        kept = _names(self._model, "_keep_in_fp32_modules_strict")
-        if dtype == torch.float16:
-            kept += _names(self._model, "_keep_in_fp32_modules")
-        self._float32 = re.compile("|".join(each.replace("*", ".*") for each in kept) or "(?!)")
+        ignored: Collection[str] = (
+            getattr(model.structure.model, "_keys_to_ignore_on_save", None) or ()
+        )
+        self._left_out = users | {*ignored}
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a layer by their names in files, on the device of the state."""
+        paths = self._class.paths
         kept = {
-            name: tensor.to(self._type(name, tensor))
+            renamed(name, paths): tensor.to(self._types.get(name, tensor.dtype))
             for name, tensor in state.items()
             if name not in self._left_out
         }
-        return as_in_files(self._model, kept)
+        return as_in_files(self._class.model, kept)
 
     def parameters(self, module: nn.Module) -> int:
         """Returns the number of parameters of a layer. A shared weight counts where it is saved."""
@@ -56,12 +55,6 @@ class SavedForm:
     def shapes(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns what `tensors` returns for a layer, on the meta device."""
         return self.tensors(shapes_of_state(module))
-
-    def _type(self, name: str, tensor: Tensor) -> torch.dtype:
-        if self._dtype is None or not tensor.is_floating_point():
-            return tensor.dtype
-        is_low = self._dtype in (torch.bfloat16, torch.float16)
-        return torch.float32 if is_low and self._float32.search(name) else self._dtype
 
 
 def type_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -76,7 +69,3 @@ def type_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def first_float(shapes: Iterable[Tensor]) -> torch.dtype:
     """Returns the type that transformers calls that of the model."""
     return next((each.dtype for each in shapes if each.is_floating_point()), torch.float32)
-
-
-def _names(model: nn.Module, attribute: str) -> list[str]:
-    return sorted(getattr(model, attribute, None) or ())

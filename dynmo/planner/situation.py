@@ -208,12 +208,14 @@ def links_behind(stage_ranks: tuple[int, ...], links: dict[Pair, LinkCost]) -> t
 def with_all_shares(cost: LayerCost, replicas: int, moments: int, masters: bool) -> LayerCost:
     """Returns a layer's cost with all replicas' shares of its optimizer state.
 
-    For a frozen layer only an upper bound is known: no share is larger than this one.
+    No share is larger than this one, which bounds them. Not every parameter may have a master. For
+    a frozen layer nothing else is known.
     """
+    most = replicas * cost.optimizer_bytes
     if not cost.gradient_bytes:
-        return replace(cost, optimizer_bytes=replicas * cost.optimizer_bytes)
+        return replace(cost, optimizer_bytes=most)
     copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
-    state = (moments + masters) * cost.gradient_bytes
+    state = min(most, (moments + masters) * cost.gradient_bytes)
     return replace(cost, optimizer_bytes=state, rollback_bytes=copies)
 
 

@@ -90,14 +90,6 @@ def test_weights_get_the_type_that_is_asked_for(pipeline: dynmo.Pipeline, tmp_pa
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_a_model_keeps_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = model_of(), {"input_layernorm"}
-    monkeypatch.setattr(model.structure.model, "_keep_in_fp32_modules_strict", kept)
-    shapes = SavedForm(model, torch.bfloat16).shapes(model.build(())[1])
-    norm = "model.layers.0.input_layernorm.weight"
-    assert {key for key, each in shapes.items() if each.dtype == torch.float32} == {norm}
-
-
 def test_files_stay_and_old_weights_go(pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
     names = (*stale, "README.md", "model.safetensors", "config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
+from dynmo.models.huggingface.adapter_config import renamed_config
+from dynmo.models.huggingface.adapter_names import PREFIX, is_adapter, saved_name
 from dynmo.models.huggingface.weight_files import Reader, Stored, header_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,6 +22,8 @@ class AdapterFiles:
 
     Args:
         folder: A folder that peft or dynmo has written.
+        paths: The path in another class of each module, by its path in the model. The adapters may
+            be of either class.
 
     Attributes:
         config: The config of the adapters.
@@ -28,7 +32,7 @@ class AdapterFiles:
         ConfigError: A file is missing or damaged, or the adapters are no LoRA.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, paths: Mapping[str, str]) -> None:
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise ConfigError(f"{folder} has no {name}; give a folder that peft has written")
@@ -39,8 +43,13 @@ class AdapterFiles:
         if not isinstance(config, LoraConfig):
             raise ConfigError(f"{folder / CONFIG} is of {config.peft_type}; dynmo trains LoRA")
         config.inference_mode = False
-        self.folder, self.config = folder, config
         self._stored: dict[str, Stored] = dict(header_of(folder / WEIGHTS))
+        others = {f"{PREFIX}{other}" for own, other in paths.items() if own != other}
+        is_other = any(key.partition(".lora_")[0] in others for key in self._stored)
+        self._paths = paths if is_other else {}
+        if is_other:
+            config = renamed_config(config, {other: own for own, other in paths.items()})
+        self.folder, self.config = folder, config
 
     def check(self, model: nn.Module) -> None:
         """Checks that the adapters fit a model that has such ones.
@@ -48,7 +57,7 @@ class AdapterFiles:
         Raises:
             ConfigError: They were trained on another base.
         """
-        wanted = {saved_name(n): p for n, p in model.named_parameters() if is_adapter(n)}
+        wanted = {self._key(n): p for n, p in model.named_parameters() if is_adapter(n)}
         for name in sorted(wanted.keys() ^ self._stored.keys())[:1]:
             lacks = "has no" if name in wanted else "has"
             raise ConfigError(f"{self._of_another_base()}: the file {lacks} {name}")
@@ -68,4 +77,7 @@ class AdapterFiles:
         with Reader() as reader, torch.no_grad():
             for name, parameter in layer.named_parameters():
                 if is_adapter(name):
-                    parameter.copy_(reader.tensor(self.folder / WEIGHTS, saved_name(name)))
+                    parameter.copy_(reader.tensor(self.folder / WEIGHTS, self._key(name)))
+
+    def _key(self, name: str) -> str:
+        return saved_name(name, self._paths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -31,6 +31,7 @@ class Adapters:
         model: The model on the meta device. It gets the adapters, and all else is frozen.
         lora: A config of peft, or the folder of adapters to go on from.
         base: Folder of the model, if it has one.
+        paths: The path in files of each module that has another one there.
 
     Attributes:
         config: The config, with everything that peft has found out, such as the names of targets.
@@ -40,9 +41,13 @@ class Adapters:
     """
 
     def __init__(
-        self, model: PreTrainedModel, lora: LoraConfig | str | Path, base: Path | None
+        self,
+        model: PreTrainedModel,
+        lora: LoraConfig | str | Path,
+        base: Path | None,
+        paths: Mapping[str, str],
     ) -> None:
-        self._files = AdapterFiles(Path(lora)) if isinstance(lora, str | Path) else None
+        self._files = AdapterFiles(Path(lora), paths) if isinstance(lora, str | Path) else None
         given = lora if isinstance(lora, LoraConfig) or self._files is None else self._files.config
         _check(given)
         self.config = copy.deepcopy(cast(LoraConfig, given))

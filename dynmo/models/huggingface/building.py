@@ -11,7 +11,7 @@ from torch import nn
 
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.torch_private import unset_fake_temporarily
-from dynmo.models.huggingface.adapter_names import base_name, is_adapter
+from dynmo.models.huggingface.adapter_names import base_name
 from dynmo.models.huggingface.cut import Halves, half_of
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.halves_check import check_halves, kind_of
@@ -21,6 +21,7 @@ from dynmo.models.huggingface.shells import BlockShell, EmbeddingShell, HeadShel
 from dynmo.models.huggingface.skeleton import units_of
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.types import Types
 from dynmo.models.huggingface.values import check_buffers, has_no_values, marked_buffer
 from dynmo.models.model import check_layers
 from dynmo.models.tied import Pair
@@ -68,6 +69,7 @@ class Builder:
         places: The layers.
         frozen: Indices of the layers that do not train. May be set before layers are built.
         float32_adapters: Whether adapters stay in float32 in any precision. May be set, too.
+        types: The types of tensors in each precision. May be set, too.
         base_folder: Folder of the frozen weights that checkpoints leave out. May be set, too.
     """
 
@@ -83,13 +85,14 @@ class Builder:
         self.places = places(halves)
         self.frozen: Collection[int] = ()
         self.float32_adapters = False
+        self.types: Types | None = None
         self.base_folder: str | None = None
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         # A dry run builds layers with another default device.
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
-            frame = Frame(self._structure, self._shared(), self._router)
+            frame = Frame(self._structure, self._shared(), self._router, self.types)
             layers = [self._shell(frame, place) for place in self.places]
             for layer in layers:
                 untie_within(layer)
@@ -97,9 +100,7 @@ class Builder:
                 layers[index].requires_grad_(False)
             for layer in layers:
                 layer.base_folder = self.base_folder
-                if self.float32_adapters:
-                    names = (name for name, _ in layer.named_parameters() if is_adapter(name))
-                    layer.kept_in_float32 = tuple(names)
+                layer.float32_adapters = self.float32_adapters
             progress = Progress(len(owned))
             for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])

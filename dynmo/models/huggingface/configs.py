@@ -30,7 +30,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
             f"{folder} has no config.json; give the folder of a transformers model (download it "
             "first)"
         )
-    with _one_line(folder):
+    with one_line(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -41,9 +41,12 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def meta_model(
-    where: Path | str, config: PreTrainedConfig, trust_remote_code: bool
+    where: Path | str,
+    config: PreTrainedConfig,
+    trust_remote_code: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Returns a config's model on the meta device, in float32.
+    """Returns a config's model on the meta device.
 
     Args:
         where: What error messages name.
@@ -59,14 +62,15 @@ def meta_model(
             f"{where}: transformers has no causal language model of the type "
             f"{config.model_type!r}; give the folder of one"
         )
-    with _one_line(where), torch.device("meta"):
+    with one_line(where), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
         )
 
 
 @contextmanager
-def _one_line(where: object) -> Generator[None]:
+def one_line(where: object) -> Generator[None]:
+    """Raises what transformers raises as ConfigError of one line."""
     try:
         yield
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -38,17 +38,31 @@ class Weights:
     """The weights of a model in the files of a folder. `weights_of` makes it.
 
     Args:
+        folder: The folder.
         model: The model on the meta device.
         stored: The tensors in the files, by key.
         sources: For each tensor of the model that is in files, the conversion that makes it and
             its name there.
         seed: Seed of tensors that are not in files.
+
+    Attributes:
+        stored: The tensors in the files, by key.
+        names: Of each key in the files that the model uses, the name in the model.
+        beside: The tensors in the files that the model does not use, by key.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stored: Mapping[str, Stored], sources: _Sources, seed: int
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        stored: Mapping[str, Stored],
+        sources: _Sources,
+        seed: int,
     ) -> None:
-        self._model, self._stored, self._sources, self._seed = model, stored, sources, seed
+        self._folder, self._model, self._seed = folder, model, seed
+        self.stored, self._sources = stored, sources
+        self.names = {key: made.first for made, _ in sources.values() for key in made.keys}
+        self.beside = {key: each for key, each in stored.items() if key not in self.names}
 
     def fill(self, index: int, layer: nn.Module) -> None:
         """Sets the values of a layer on the CPU. Fake tensors have none."""
@@ -64,7 +78,7 @@ class Weights:
     @torch.no_grad()
     def _read(self, reader: Reader, conversion: Conversion, into: Mapping[str, Tensor]) -> None:
         made = conversion.convert(
-            self._model, lambda key: reader.tensor(self._stored[key].file, key)
+            self._model, lambda key: reader.tensor(self.stored[key].file, key)
         )
         for name, tensor in into.items():
             tensor.copy_(made[self._sources[name][1]])
@@ -72,7 +86,24 @@ class Weights:
     def bytes_of(self, layer: nn.Module) -> int:
         """Returns the bytes in files that a layer is made of."""
         keys = {key for each in self._conversions(_state(layer)) for key in each.keys}
-        return sum(self._stored[key].bytes for key in keys)
+        return sum(self.stored[key].bytes for key in keys)
+
+    def read_beside(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields tensors of `beside` as the folder has them now: an export may have moved them.
+
+        Raises:
+            ConfigError: The folder has one no longer.
+        """
+        stored = _stored_in(self._folder, self._model)
+        with Reader() as reader:
+            for key in keys:
+                now, was = stored.get(key), self.beside[key]
+                if now is None or (now.shape, now.dtype) != (was.shape, was.dtype):
+                    raise ConfigError(
+                        f"{self._folder} no longer has {key}, which belongs to the model's files; "
+                        "put its files back"
+                    )
+                yield key, reader.tensor(now.file, key)
 
     def _conversions(self, names: Iterable[str]) -> dict[Conversion, list[str]]:
         found = defaultdict[Conversion, list[str]](list)
@@ -96,24 +127,31 @@ def weights_of(folder: Path, model: PreTrainedModel, seed: int = 0) -> Weights:
     Raises:
         ConfigError: A file is missing or damaged, or the weights do not fit the model.
     """
-    stored = stored_in(folder, getattr(model.config, "transformers_weights", None))
-    conversions, unexpected = conversions_of(model, stored)
+    stored = _stored_in(folder, model)
+    conversions, unused = conversions_of(model, stored)
     sources = _checked(folder, model, stored, conversions)
     _tie(model, stored, sources)
     missing, unexpected = without_ignored(
-        model, (name for name, _ in model.named_parameters() if name not in sources), unexpected
+        model,
+        (name for name, _ in model.named_parameters() if name not in sources),
+        unused.values(),
     )
     if missing:
         raise ConfigError(
             f"{folder} lacks {_some(missing)}; its config.json is of another model, or files are "
             "missing"
         )
-    if unexpected and os.environ.get("RANK", "0") == "0":
-        _logger.warning(
-            f"{folder} has weights that {type(model).__name__} has not, and they are left out: "
-            f"{_some(unexpected)}"
+    if unused and os.environ.get("RANK", "0") == "0":
+        _logger.log(
+            logging.WARNING if unexpected else logging.INFO,
+            f"{folder} has weights that {type(model).__name__} does not use; they do not train, "
+            f"and an export has them unchanged: {_some(unused)}",
         )
-    return Weights(model, stored, sources, seed)
+    return Weights(folder, model, stored, sources, seed)
+
+
+def _stored_in(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
+    return stored_in(folder, getattr(model.config, "transformers_weights", None))
 
 
 def _checked(

@@ -24,6 +24,7 @@ from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
 from dynmo.models.huggingface.configs import meta_model, read_config
 from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.folder_class import FolderClass, folder_class_of
 from dynmo.models.huggingface.frozen import Freeze, frozen_layers
 from dynmo.models.huggingface.loading import Weights, weights_of
 from dynmo.models.huggingface.router import (
@@ -34,6 +35,7 @@ from dynmo.models.huggingface.router import (
 )
 from dynmo.models.huggingface.split_conv1d import SplitConv1D
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
+from dynmo.models.huggingface.types import Types
 from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
@@ -64,6 +66,8 @@ class HuggingFaceModel(Model):
         lora: The config of the model's adapters, if it has some.
         weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
+        types: The types of its tensors in each precision.
+        folder_class: The class that the folder names.
     """
 
     config: PreTrainedConfig
@@ -72,6 +76,8 @@ class HuggingFaceModel(Model):
     lora: LoraConfig | None = None
     weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
+    types: Types
+    folder_class: FolderClass
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -138,7 +144,14 @@ def from_pretrained(  # noqa: PLR0913
             "a file, or recompute= in Python"
         )
     weights = weights_of(folder, model, seed) if folder is not None else None
-    adapters = None if lora is None else _adapters_module().Adapters(model, lora, folder)
+    folder_class = folder_class_of(folder, config, model, weights)
+    adapters = None
+    if lora is not None:
+        adapters = _adapters_module().Adapters(model, lora, folder, folder_class.paths)
+    types = Types(
+        model,
+        lambda dtype: meta_model(folder or type(config).__name__, config, trust_remote_code, dtype),
+    )
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
@@ -160,7 +173,7 @@ def from_pretrained(  # noqa: PLR0913
             adapters.fill(layer)
 
     builder = Builder(structure, cuts, fill, router)
-    builder.float32_adapters = float32_adapters
+    builder.float32_adapters, builder.types = float32_adapters, types
     builder.base_folder = None if saves_base or folder is None else str(folder)
     builder.frozen = frozen_layers(builder.places, freeze, train_last)
     layers = builder.build(())
@@ -187,6 +200,8 @@ def from_pretrained(  # noqa: PLR0913
         lora=None if adapters is None else adapters.config,
         weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
+        types=types,
+        folder_class=folder_class,
     )
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dynmo.models.huggingface.frame import Frame, named_inputs
+from dynmo.models.huggingface.adapter_names import adapted, base_name, is_adapter
+from dynmo.models.huggingface.frame import Frame, named_inputs, precision_of, spine_in
 from dynmo.models.huggingface.skeleton import (
     Borrowed,
     PassedOver,
-    StandIn,
     Unowned,
     skeleton,
-    spine_of,
 )
 from dynmo.models.huggingface.structure import Recorder, forget
 from dynmo.models.huggingface.transformers_private import on_shapes
@@ -57,11 +57,11 @@ class Shell(nn.Module):
         frame: The frame of this rank.
 
     Attributes:
-        kept_in_float32: Names of parameters that no precision lowers.
+        float32_adapters: Whether adapters stay in float32 in any precision.
         base_folder: Folder of the frozen weights that checkpoints leave out. None saves all.
     """
 
-    kept_in_float32: tuple[str, ...] = ()
+    float32_adapters: bool = False
     base_folder: str | None = None
 
     def __init__(self, frame: Frame) -> None:
@@ -71,6 +71,21 @@ class Shell(nn.Module):
     @property
     def frame(self) -> Frame:
         return self._frame.value
+
+    def types_in(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Returns the types of parameters and buffers in a precision, by name.
+
+        An adapter has the type of its weight.
+        """
+        types = {} if self.frame.types is None else self.frame.types.at(dtype)
+        found = dict[str, torch.dtype]()
+        for name in (n for n, _ in (*self.named_parameters(), *self.named_buffers())):
+            weight = f"{adapted(name)}.weight" if is_adapter(name) else base_name(name)
+            if is_adapter(name) and self.float32_adapters:
+                found[name] = torch.float32
+            elif weight in types:
+                found[name] = types[weight]
+        return found
 
     def own(self, path: str, module: nn.Module) -> None:
         """Registers a module under its path in the model."""
@@ -103,22 +118,24 @@ class EndShell(Shell):
                 return owned[where]
             if where in frame.shared:
                 return Borrowed(frame.shared[where])
-            return StandIn(module) if where in structure.before else PassedOver(module)
+            return (
+                frame.stand_in(where, module) if where in structure.before else PassedOver(module)
+            )
 
         def block(index: int, module: nn.Module) -> nn.Module:
             recorders.append(Recorder(module, structure.elements[index]))
             return recorders[-1]
 
         whole = skeleton(structure.model, structure.blocks, unit, block)
-        spine = [whole.get_submodule(path) for path in spine_of(structure.blocks)]
+        spine = spine_in(whole, structure)
         frame.spine += spine
         self._recorders = Unowned(recorders)
         self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
 
     def run_model(self, mask: Tensor | None, positions: Tensor | None, **inputs: Tensor) -> Any:
-        given = (*inputs.values(), *self.parameters())
-        self.frame.move(next(each for each in given if each.is_floating_point()))
-        for module in self._spine.value:
+        given = next(iter(inputs.values()))
+        self.frame.move(given.device, precision_of(self, given))
+        for _, module in self._spine.value:
             module.training = self.training
         with on_shapes(next(iter(inputs.values()))):
             return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
@@ -154,7 +171,8 @@ class HeadShell(EndShell):
         mask, positions = unpacked(carried)
         self._recorders.value[-1].given = hidden
         try:
-            out = self.run_model(mask, positions, inputs_embeds=self.frame.embedded(hidden))
+            embedded = self.frame.embedded(hidden, precision_of(self, hidden))
+            out = self.run_model(mask, positions, inputs_embeds=embedded)
         finally:
             self._recorders.value[-1].given = None
             forget(self._recorders.value)
@@ -188,7 +206,7 @@ class BlockShell(Shell):
 
     def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
         mask, positions = unpacked(carried)
-        args, kwargs = self.frame.arguments(self.index, hidden, mask, positions)
+        args, kwargs = self.frame.arguments(self.index, hidden, mask, positions, self)
         router, block = self.frame.router, self.block
         with on_shapes(hidden):
             if router is None:

@@ -84,6 +84,18 @@ class StandIn(Substitute):
                 self._shapes[key] = self.original(*args, **kwargs)
         return mapped(self._shapes[key], lambda x: self._zeros(x, device))
 
+    def cast(self, type_of: Callable[[str, Tensor], torch.dtype]) -> None:
+        """Gives the module's parameters other types, in a copy.
+
+        Args:
+            type_of: Takes the name of a parameter and the parameter.
+        """
+        with unset_fake_temporarily():
+            twin = copy.deepcopy(self.original)
+            for name, parameter in twin.named_parameters():
+                parameter.data = parameter.data.to(type_of(name, parameter))
+        self._original.value, self._shapes = twin, {}
+
     def _zeros(self, like: Tensor, device: torch.device) -> Tensor:
         zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
         # Code may change its inputs in place, which a leaf does not allow.
@@ -206,12 +218,13 @@ def skeleton(
     return whole
 
 
-def set_first_parameter(module: nn.Module, like: Tensor) -> None:
-    """Gives a module that holds the blocks in a skeleton the dtype and the device of a tensor."""
+def set_first_parameter(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives a module that holds the blocks in a skeleton a device and a type."""
     first = module._parameters[_FIRST]
     assert first is not None
-    if (first.dtype, first.device) != (like.dtype, like.device):
-        module._parameters[_FIRST] = nn.Parameter(like.new_empty(0), False)
+    if (first.device, first.dtype) != (device, dtype):
+        empty = torch.empty(0, dtype=dtype, device=device)
+        module._parameters[_FIRST] = nn.Parameter(empty, False)
 
 
 def _copied(

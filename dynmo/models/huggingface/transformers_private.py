@@ -5,7 +5,7 @@ Tested with the versions of `TESTED`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,11 +16,12 @@ from typing import Any, cast
 import torch
 import transformers.masking_utils as masking_utils
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -150,8 +151,10 @@ class Conversion:
 
 def conversions_of(
     model: PreTrainedModel, keys: Iterable[str]
-) -> tuple[list[Conversion], set[str]]:
-    """Returns how the tensors of files become those of a model, and names that it lacks.
+) -> tuple[list[Conversion], dict[str, str]]:
+    """Returns how the tensors of files become those of a model, and the keys that it does not use.
+
+    Each such key has the name that the tensor would have in the model.
 
     The model keeps its conversions, which transformers reverts when it saves the model.
 
@@ -164,18 +167,18 @@ def conversions_of(
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     wanted, prefix = model.state_dict(), model.base_model_prefix
-    made, unexpected = dict[str, Conversion](), set[str]()
+    made, unused = dict[str, Conversion](), dict[str, str]()
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted:
-            unexpected.add(name)
+            unused[key] = name
             continue
         converter = None if pattern is None else converter_of[pattern]
         made.setdefault(name, Conversion(name, converter)).sources.append((pattern or key, key))
     cast(Any, model)._weight_conversions = [each for each in mapping if each.was_used()]
-    return list(made.values()), unexpected
+    return list(made.values()), unused
 
 
 def without_ignored(
@@ -190,3 +193,31 @@ def without_ignored(
 def as_in_files(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a part of a model's state under the names and in the shapes of its files."""
     return revert_weight_conversion(model, state)
+
+
+def make_in(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Makes a model of a class on torch's default device. It may change the config."""
+    return cast(Any, kind)._from_config(config, dtype=dtype)
+
+
+def types_after_loading(
+    model: PreTrainedModel, dtype: torch.dtype, tied: Mapping[str, str]
+) -> dict[str, torch.dtype]:
+    """Returns the types of parameters and buffers after `from_pretrained(dtype=dtype)`.
+
+    Args:
+        model: The model, made in this type.
+        tied: The owner of each weight that is tied.
+    """
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    types = {name: tensor.dtype for name, tensor in named}
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        kept = build_glob_alternation([*plan])[0]
+        types |= {name: torch.float32 for name in model.state_dict() if kept.search(name)}
+    return types | {user: types[owner] for user, owner in tied.items()}

@@ -30,6 +30,7 @@ class Stored:
 
     file: Path
     shape: torch.Size
+    dtype: torch.dtype
     bytes: int
 
 
@@ -107,7 +108,7 @@ def header_of(file: Path) -> Generator[tuple[str, Stored]]:
     with Reader() as reader:
         for key in reader.keys(file):
             tensor = reader.tensor(file, key)
-            yield key, Stored(file, tensor.shape, tensor.nbytes)
+            yield key, Stored(file, tensor.shape, tensor.dtype, tensor.nbytes)
 
 
 @contextmanager

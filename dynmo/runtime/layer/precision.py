@@ -6,13 +6,13 @@
 Every float32 parameter is lowered, norms' weights too. Inside, torch's norms compute in float32. On
 CUDA they take no mixture. The master keeps the bits that rounding hides. Only a parameter that
 trains has one. Buffers (rotary tables, running statistics) stay as the model made them. A table
-would lose more by rounding than it saves. A module casts buffers when it uses them. The loss is
-taken in float32.
+would lose more by rounding than it saves. A module casts buffers when it uses them. A model of
+transformers has the types that transformers gives it. The loss is taken in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,22 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Rounds the float32 parameters of a module. Returns the values before of those that train.
 
-    Those that the module names in `kept_in_float32` stay as they are.
+    A module may have a method `types_in`. It takes the precision, and returns the types of those
+    parameters and buffers that it decides about, by name.
     """
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
-    kept: Collection[str] = getattr(module, "kept_in_float32", ())
+    decides: Callable[[torch.dtype], Mapping[str, torch.dtype]]
+    decides = getattr(module, "types_in", lambda _: {})
+    types = decides(dtype)
     for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float32 and name not in kept:
+        if parameter.dtype == torch.float32 and types.get(name, dtype) == dtype:
             if parameter.requires_grad:
                 masters[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
+    for name, buffer in module.named_buffers():
+        buffer.data = buffer.data.to(types.get(name, buffer.dtype))
     return masters
 
 

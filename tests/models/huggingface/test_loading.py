@@ -179,7 +179,7 @@ def test_weights_that_transformers_ignores_may_be_missing_or_unknown(
     assert 0.01 < drawn[0].std() < 0.03
 
 
-def test_the_first_rank_names_weights_that_are_left_out(
+def test_the_first_rank_names_weights_that_do_not_train(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     change(llama, lambda tensors: tensors.update({"value_head.weight": torch.ones(4)}))
@@ -189,7 +189,7 @@ def test_the_first_rank_names_weights_that_are_left_out(
         from_pretrained(llama)
     ((_, level, message),) = caplog.record_tuples
     assert level == logging.WARNING
-    assert message.endswith("they are left out: value_head.weight")
+    assert message.endswith("an export has them unchanged: value_head.weight")
 
 
 def test_a_weight_of_another_shape_names_its_file(llama: Path) -> None:

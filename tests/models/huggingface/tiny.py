@@ -75,11 +75,33 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": _THREE,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
-    "dots3_note": _DOTS,
+    "dots3_note": {
+        **_DOTS,
+        "vision_config": {
+            "mlp_layer_types": ["dense"] * 3,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {
+            "num_hidden_layers": 1,
+            "downsample_hidden_size": 16,
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+        },
+    },
     "dots3_note_text": _DOTS,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 60, "<|extra_200|>": 61},
+        "vq_config": {
+            "base_channels": 32,
+            "channel_multiplier": [1],
+            "num_res_blocks": 1,
+            "codebook_size": 16,
+        },
     },
     "fuyu": {"text_config": {"model_type": "persimmon", **SIZES}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
