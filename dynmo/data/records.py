@@ -10,6 +10,7 @@ A file is not held in memory, so it may be larger. What a record means is said i
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -67,6 +68,19 @@ def open_records(source: Source) -> Records:
     if not len(records):
         raise ConfigError(f'data.source = "{source}": there are no records in it')
     return records
+
+
+def digest_of(record: object) -> str:
+    """Returns a short digest of the values of a record that JSON has, or that are arrays."""
+    try:
+        text = json.dumps(record, default=_plain, skipkeys=True)
+    except (ValueError, RecursionError):  # it holds itself, or is very deep
+        text = type(record).__name__
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def load_module(name: str) -> Any:

@@ -7,25 +7,31 @@ numbered through all passes, and the records of each block are shuffled:
     numbers    0 ..            block 0    |   block 1    |              block 1 | block 2 ..
 
 The present block is in memory, and the next as far as it is read. A stream that begins in the
-middle goes on from a position. Without one it reads from the beginning.
+middle goes on from a position. Without one it reads from the beginning. A position knows the next
+records, so a wrong `state_dict()` is found. The stream is then read from the beginning, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from dynmo.data.order import Numbers, permutation
-from dynmo.data.records import BrokenSampleError, Record, Source, load_rows
+from dynmo.data.records import BrokenSampleError, Record, Source, digest_of, load_rows
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
 
+_logger = logging.getLogger(__name__)
+
 HELD_OUT = 128
 _POSITIONS = 16  # as many blocks as a run reads ahead, and more
+_DIGESTS = 8  # records that a position knows
 
 
 class Position(NamedTuple):
@@ -36,12 +42,14 @@ class Position(NamedTuple):
         passes: Passes that are over.
         item: Items of the present pass that are over.
         state: `state_dict()` of the rows, as JSON. None if they have none.
+        digests: Those of the next records, as far as they are known.
     """
 
     number: int
     passes: int
     item: int
     state: Any
+    digests: Sequence[str] = ()
 
 
 class Stream:
@@ -73,8 +81,9 @@ class Stream:
         self._passes = _Passes(name, rows, Position(0, 0, 0, None))
         self._held_out = [self._passes.next() for _ in range(HELD_OUT)]
         self._read: dict[int, tuple[Any, str]] = {}
-        self._first = self._passes.position(HELD_OUT)
-        self._positions = (self._first,)  # replaced, because another thread may read it
+        self._first = Position(HELD_OUT, 0, HELD_OUT, None)
+        self._positions: tuple[Position, ...] = ()  # replaced, because another thread may read it
+        self._begun, self._digests = self._first, list[str]()  # of the newest block
         self._end = HELD_OUT  # number of the next record that is read
         self._order: tuple[int, Numbers] = -1, np.arange(0)
         if position is not None:
@@ -97,7 +106,7 @@ class Stream:
     def position(self, number: int) -> Position:
         """Returns where a stream goes on whose next record has this number."""
         start = number - (number - HELD_OUT) % self._block
-        known = (self._first, *self._positions)
+        known = (*self._positions, self._first)
         return max((p for p in known if p.number <= start), key=lambda p: p.number)
 
     def _find(self, number: int) -> tuple[Any, str]:
@@ -112,21 +121,48 @@ class Stream:
         # This is the whole block, and each record that is used reads one of the next.
         while self._end < number + self._block:
             if (self._end - HELD_OUT) % self._block == 0:
-                position = self._passes.position(self._end)
-                self._positions = (*self._positions, position)[-_POSITIONS:]
+                self._begun, self._digests = self._passes.position(self._end), []
             item = self._passes.next()
             if self._end >= start:
                 self._read[self._end] = item
             self._end += 1
+            if len(self._digests) < min(_DIGESTS, self._block):
+                self._digests.append(digest_of(item[0]))
+                if len(self._digests) == min(_DIGESTS, self._block):
+                    position = self._begun._replace(digests=self._digests)
+                    self._positions = (*self._positions, position)[-_POSITIONS:]
         if self._order[0] != block:
             self._order = block, permutation(self._block, self._seed, block)
         return self._read[start + int(self._order[1][place])]
 
     def _go_on(self, position: Position) -> None:
-        self._read.clear()
+        items = None
+        if position.state is not None:
+            with suppress(ConfigError):  # a wrong state may be behind the last record
+                items = self._items(position)
+            if items is None:
+                _logger.warning(
+                    f"{self._name}: its state_dict() goes on with other records, so the stream is "
+                    "read from the beginning"
+                )
+        if items is None:
+            items = self._items(position._replace(state=None))
+        if items is None:
+            raise ConfigError(
+                f'data.source = "{self._name}": gives other records than before the resume; give '
+                "the same ones in the same order, which data.block shuffles, or start anew"
+            )
+        self._read = dict(enumerate(items, position.number))
         self._positions = (position,)
+        self._end = position.number + len(items)
+        self._digests = [""] * _DIGESTS  # a block that began before is not known
+
+    def _items(self, position: Position) -> list[tuple[Any, str]] | None:
+        """Returns the first items from a position on. None if they are not those that it knows."""
         self._passes = _Passes(self._name, self._rows, position)
-        self._end = position.number
+        items = [self._passes.next() for _ in position.digests]
+        digests = [digest_of(item) for item, _ in items]
+        return items if digests == list(position.digests) else None
 
 
 def open_stream(source: Source, block: int, seed: int, position: Position | None = None) -> Stream:
@@ -174,6 +210,13 @@ class _Passes:
                 f'data.source = "{self._name}": returned a {type(rows).__name__}; with '
                 "data.streaming it must return records to iterate over"
             )
+        buffer = _shuffle_buffer(getattr(rows, "_ex_iterable", None))  # of datasets
+        if buffer > 1:
+            raise ConfigError(
+                f'data.source = "{self._name}": a resume loses the records in the buffer of '
+                f"shuffle(buffer_size={buffer}); leave it out, and set data.block = {buffer}, "
+                "which shuffles as many"
+            )
         return rows
 
     def position(self, number: int) -> Position:
@@ -210,3 +253,12 @@ class _Passes:
             ) from error
         self._item += 1
         return (item,)
+
+
+def _shuffle_buffer(part: Any) -> int:
+    """Returns the records that a part of a dataset shuffles in a buffer. 0 if none."""
+    if part is None:
+        return 0
+    own = part.buffer_size if type(part).__name__ == "BufferShuffledExamplesIterable" else 0
+    parts = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return max(own, *map(_shuffle_buffer, parts))

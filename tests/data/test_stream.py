@@ -39,6 +39,26 @@ class WithState(Rows):
         self._next = state["next"]
 
 
+class Stale(WithState):
+    """Once a state is loaded, `state_dict()` stays at the beginning, as in datasets 5.0.0."""
+
+    _loaded = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": 0 if self._loaded else self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self._loaded = True
+
+
+class Ahead(WithState):
+    """The state is some records ahead, which a resume loses, as those of a buffer."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next + self._next % 3}
+
+
 def stream(count: int, block: int, kind: type[Rows] = Rows, **options: Any) -> Stream:
     reads: list[int] = options.pop("reads", [])
     return Stream("own", lambda: kind(count, reads), block, seed=3, **options)
@@ -71,7 +91,7 @@ def test_held_out_records_are_the_first_ones() -> None:
     assert numbers.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", [Rows, WithState])
+@pytest.mark.parametrize("kind", [Rows, WithState, Stale, Ahead])
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 150), st.integers(1, 20))
 def test_stream_goes_on_anywhere(
     kind: type[Rows], trained: int, block: int, stop: int, other_block: int
@@ -91,6 +111,27 @@ def test_stream_goes_on_anywhere(
     moved = stream(count, other_block, kind, position=position)
     for at in range(stop, stop + 30):
         assert moved[HELD_OUT + at] == other[HELD_OUT + at]
+
+
+@pytest.mark.parametrize("kind", [Rows, WithState, Stale, Ahead])
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 20))
+def test_stream_goes_on_again_and_again(kind: type[Rows], parts: list[int], block: int) -> None:
+    whole, position, at = stream(HELD_OUT + 50, block, kind), None, HELD_OUT
+    for part in parts:
+        records = stream(HELD_OUT + 50, block, kind, position=position)
+        for number in range(at, at + part):
+            assert records[number] == whole[number]
+        at += part
+        position = Position(*json.loads(json.dumps(records.position(at))))
+
+
+def test_stream_of_other_records_does_not_go_on() -> None:
+    before = stream(HELD_OUT + 50, 10)
+    for at in range(25):
+        before[HELD_OUT + at]
+    later = [{"number": at + 1} for at in range(HELD_OUT + 50)]
+    with pytest.raises(ConfigError, match='"own": gives other records than before the resume'):
+        Stream("own", lambda: later, 10, 3, before.position(HELD_OUT + 25))
 
 
 def test_state_spares_reading_from_the_beginning() -> None:
@@ -122,13 +163,29 @@ def test_datasets_of_hugging_face_are_streamed(tmp_path: Path) -> None:
         for at in range(HELD_OUT + 40):
             file.write(json.dumps({"text": f"row {at}"}) + "\n")
     records = open_stream(f"hf:{tmp_path}", 16, 0)
-    texts = [records[HELD_OUT + at]["text"] for at in range(90)]
+    texts = [records[HELD_OUT + at]["text"] for at in range(120)]
     assert set(texts[:32]) == {f"row {HELD_OUT + at}" for at in range(32)}
     position = records.position(HELD_OUT + 85)
     assert position[:3] == (HELD_OUT + 80, 1, HELD_OUT + 40)
     assert position.state is not None
-    again = open_stream(f"hf:{tmp_path}", 16, 0, position)
-    assert [again[HELD_OUT + at]["text"] for at in range(80, 90)] == texts[80:]
+    for stop in (101, 120):
+        again = open_stream(f"hf:{tmp_path}", 16, 0, position)
+        start = position.number - HELD_OUT
+        assert [again[HELD_OUT + at]["text"] for at in range(start, stop)] == texts[start:stop]
+        position = again.position(HELD_OUT + stop)
+
+
+def test_buffer_that_a_resume_loses_is_refused() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"n": n} for n in range(HELD_OUT + 40)])
+
+    def shuffled() -> Any:
+        found = rows.to_iterable_dataset().shuffle(seed=1, buffer_size=30)
+        return datasets.interleave_datasets([rows.to_iterable_dataset(), found.take(9)])
+
+    says = r"shuffle\(buffer_size=30\); leave it out, and set data.block = 30"
+    with pytest.raises(ConfigError, match=says):
+        open_stream(shuffled, 16, 0)
 
 
 def test_short_stream_is_refused() -> None:
