@@ -18,7 +18,7 @@ from dynmo.huggingface.partial_folder import PartialFolder
 from dynmo.huggingface.tensor_file import TensorFile
 from dynmo.models.huggingface.adapter_config import renamed_config
 from dynmo.models.huggingface.adapter_files import CONFIG, WEIGHTS
-from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
+from dynmo.models.huggingface.adapter_names import saved_name
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.huggingface.weight_files import Reader
 from dynmo.runtime.state.exact_state import shapes_of_state
@@ -52,12 +52,13 @@ class AdapterExport:
         return TensorFile(self._part(number), self._shapes_of(self._shards[number]))
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        saved = self._model.saved
         return {
-            saved_name(name, self._model.folder_class.paths): tensor.detach().to(
+            saved_name(saved[name], self._model.folder_class.paths): tensor.detach().to(
                 tensor.device, self._dtype or tensor.dtype
             )
             for name, tensor in state.items()
-            if is_adapter(name)
+            if name in saved
         }
 
     def complete(self) -> None:

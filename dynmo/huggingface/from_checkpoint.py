@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dynmo.errors import CheckpointError, RunError
 from dynmo.huggingface.saved_form import SavedForm
 from dynmo.huggingface.saving import export_of
-from dynmo.models.huggingface.adapter_names import is_adapter
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.state import checkpoint
@@ -110,7 +109,7 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
     """Returns the state of a layer in a checkpoint."""
     tensors: Contents = checkpoint.load_layer(path, index, torch.device("cpu"))
     if model.lora is not None:
-        return _adapters(tensors)
+        return _adapters(tensors, model.saved)
     tensors = checkpoint.fit(index, model.names[index], module, tensors)
     flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
     optimizer = fill(module, tensors, flags)
@@ -120,12 +119,12 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
     return exact_state(module, masters)
 
 
-def _adapters(tensors: Contents) -> dict[str, Tensor]:
-    """Returns the adapters of a layer. A checkpoint may lack the weights beside them."""
-    names = (name for section, name in tensors if section == "parameter" and is_adapter(name))
+def _adapters(tensors: Contents, saved: Collection[str]) -> dict[str, Tensor]:
+    """Returns what is saved of a layer. A checkpoint may lack the weights beside it."""
     return {
-        name: tensors.get(("optimizer", f"{name}{_MASTER}"), tensors["parameter", name]).float()
-        for name in names
+        name: tensors.get(("optimizer", f"{name}{_MASTER}"), tensor).float()
+        for (section, name), tensor in tensors.items()
+        if section in ("parameter", "buffer") and name in saved
     }
 
 

@@ -29,9 +29,22 @@ def renamed_config(config: LoraConfig, paths: Mapping[str, str]) -> LoraConfig:
         made.layers_to_transform = made.layers_pattern = made.exclude_modules = None
         made.rank_pattern = _named(config.rank_pattern, targets, paths)
         made.alpha_pattern = _named(config.alpha_pattern, targets, paths)
+    if config.modules_to_save:
+        made.modules_to_save = _ending(config.modules_to_save, paths)
+    if isinstance(config.trainable_token_indices, dict):
+        made.trainable_token_indices = {
+            path: indices
+            for key, indices in config.trainable_token_indices.items()
+            for path in _ending([key], paths)
+        }
     if config.target_parameters is not None:
         made.target_parameters = [renamed(each, paths) for each in config.target_parameters]
     return made
+
+
+def _ending(keys: list[str], paths: Mapping[str, str]) -> list[str]:
+    """Returns the modules whose paths end with a key, by their paths in the other class."""
+    return sorted(other for path, other in paths.items() if path.endswith(tuple(keys)))
 
 
 def _named(

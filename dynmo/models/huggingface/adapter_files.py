@@ -11,7 +11,7 @@ from torch import nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_config import renamed_config
-from dynmo.models.huggingface.adapter_names import PREFIX, is_adapter, saved_name
+from dynmo.models.huggingface.adapter_names import PREFIX, saved_name
 from dynmo.models.huggingface.weight_files import Reader, Stored, header_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,33 +51,42 @@ class AdapterFiles:
             config = renamed_config(config, {other: own for own, other in paths.items()})
         self.folder, self.config = folder, config
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, saved: Mapping[str, str]) -> None:
         """Checks that the adapters fit a model that has such ones.
+
+        peft may save the embedding beside its adapters.
+
+        Args:
+            saved: Names in the file of what is saved, by names in the model.
 
         Raises:
             ConfigError: They were trained on another base.
         """
-        wanted = {self._key(n): p for n, p in model.named_parameters() if is_adapter(n)}
-        for name in sorted(wanted.keys() ^ self._stored.keys())[:1]:
-            lacks = "has no" if name in wanted else "has"
-            raise ConfigError(f"{self._of_another_base()}: the file {lacks} {name}")
-        for name, parameter in wanted.items():
-            if parameter.shape != self._stored[name].shape:
+        state = model.state_dict()
+        wanted = {self._key(key): state[name].shape for name, key in saved.items()}
+        known = wanted | {self._key(name): tensor.shape for name, tensor in state.items()}
+        for name in sorted(wanted.keys() - self._stored.keys())[:1]:
+            raise ConfigError(f"{self._of_another_base()}: the file has no {name}")
+        for name in sorted(self._stored.keys() - known.keys())[:1]:
+            raise ConfigError(f"{self._of_another_base()}: the file has {name}")
+        for name, stored in self._stored.items():
+            if known[name] != stored.shape:
                 raise ConfigError(
-                    f"{self._of_another_base()}: {name} is {list(self._stored[name].shape)}, and "
-                    f"the model's is {list(parameter.shape)}"
+                    f"{self._of_another_base()}: {name} is {list(stored.shape)}, and the model's "
+                    f"is {list(known[name])}"
                 )
 
     def _of_another_base(self) -> str:
         base = self.config.base_model_name_or_path
         return f"{self.folder} has adapters of another base ({base or 'unknown'})"
 
-    def fill(self, layer: nn.Module) -> None:
-        """Sets the values of a layer's adapters."""
+    def fill(self, layer: nn.Module, saved: Mapping[str, str]) -> None:
+        """Sets the values of a layer that the file has."""
         with Reader() as reader, torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                if is_adapter(name):
-                    parameter.copy_(reader.tensor(self.folder / WEIGHTS, self._key(name)))
+            for name, tensor in layer.state_dict().items():
+                key = self._key(saved.get(name, name))
+                if key in self._stored:
+                    tensor.copy_(reader.tensor(self.folder / WEIGHTS, key))
 
     def _key(self, name: str) -> str:
         return saved_name(name, self._paths)

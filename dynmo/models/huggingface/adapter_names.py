@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -11,15 +12,23 @@ NAME = "default"
 PREFIX = "base_model.model."
 """What the names of adapters begin with in a file of peft."""
 
+COPY = f".modules_to_save.{NAME}."
+"""What the name of a weight has that is trained as a copy."""
+
+# The modules of peft that hold a module of the model.
+_HOLDERS = re.compile(
+    rf"(\.(base_layer|token_adapter|original_module|modules_to_save\.{NAME}))+(?=\.)"
+)
+
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
-    return f".{NAME}." in name or name.endswith(f".{NAME}")
+    return COPY not in name and (f".{NAME}." in name or name.endswith(f".{NAME}"))
 
 
 def base_name(name: str) -> str:
     """Returns the name of a weight in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return _HOLDERS.sub("", name)
 
 
 def adapted(name: str) -> str:
@@ -28,9 +37,10 @@ def adapted(name: str) -> str:
 
 
 def saved_name(name: str, paths: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Returns the name of an adapter's weight in a file of peft.
+    """Returns the name in a file of peft.
 
     Args:
+        name: The name that peft gives it in the model.
         paths: The path in files of each module that has another one there (`folder_class`).
     """
     return f"{PREFIX}{renamed(name.replace(f'.{NAME}', ''), paths)}"

@@ -1,7 +1,8 @@
 """LoRA adapters of peft in a model of transformers.
 
 peft puts its layers into the model on the meta device, before it is cut. An adapter belongs to the
-layer of its weight. Its first values depend on the seed and the layer alone.
+layer of its weight. Its first values depend on the weight, the seed and the layer alone: peft's own
+code sets them once the weight has its value.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_files import AdapterFiles
 from dynmo.models.huggingface.adapter_names import NAME
+from dynmo.models.huggingface.lora_options import check
+from dynmo.models.huggingface.values import has_no_values
 from dynmo.models.options import LoraOptions
 
 
@@ -35,9 +40,10 @@ class Adapters:
 
     Attributes:
         config: The config, with everything that peft has found out, such as the names of targets.
+        saved: Names that peft gives the tensors that are saved, by their names in the model.
 
     Raises:
-        ConfigError: The config fits no weight of the model, or asks for something else than LoRA.
+        ConfigError: The config fits no weight of the model, or has an option that is not supported.
     """
 
     def __init__(
@@ -49,30 +55,85 @@ class Adapters:
     ) -> None:
         self._files = AdapterFiles(Path(lora), paths) if isinstance(lora, str | Path) else None
         given = lora if isinstance(lora, LoraConfig) or self._files is None else self._files.config
-        _check(given)
+        check(given, is_folder=self._files is not None)
         self.config = copy.deepcopy(cast(LoraConfig, given))
         self.config.task_type = self.config.task_type or TaskType.CAUSAL_LM
         if base is not None:
             self.config.base_model_name_or_path = str(base)
+        self._inject(model)
+        self.saved = _saved_names(model)
+        if self._files is not None:
+            self._files.check(model, self.saved)
+
+    def _inject(self, model: PreTrainedModel) -> None:
+        init = self.config.init_lora_weights
+        if init != "mica":  # it makes other layers
+            # The values of weights are needed for others.
+            self.config.init_lora_weights = True
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
         except (ValueError, TypeError, KeyError) as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise ConfigError(f"lora: {line}") from None
-        if self._files is not None:
-            self._files.check(model)
+            raise _refusal(error) from None
+        self.config.init_lora_weights = init
+        if getattr(self.config, "target_modules_to_tie", None):
+            raise ConfigError(
+                "lora.ensure_weight_tying: embedding and output layer may be on two ranks, and one "
+                "would train the other's adapters transposed; leave one of them out of "
+                "target_modules"
+            )
+        for each in adapters_in(model):
+            # peft would cut the weight in the first forward. `fill` does it.
+            getattr(each, "_lora_kasa_truncation_deferred", set[str]()).clear()
 
     def fill(self, layer: nn.Module) -> None:
-        """Sets the values of a layer's adapters: those of files, or first ones as peft draws."""
-        if self._files is not None:
-            self._files.fill(layer)
+        """Sets the values of a layer's adapters as peft does, or to those of files.
+
+        peft may change the weight beside an adapter, too. The weight has its value before.
+        """
+        if has_no_values():
             return
-        for each in adapters_in(layer):
-            for linear in (*each.lora_A.values(), *each.lora_B.values()):
-                cast(nn.Linear, linear).reset_parameters()
-            each.reset_lora_parameters(NAME, self.config.init_lora_weights)
+        flags = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for path, each in list(layer.named_modules()):
+                    self._start(path, each)
+        except (ValueError, TypeError, KeyError) as error:
+            raise _refusal(error) from None
+        for name, parameter in layer.named_parameters():
+            parameter.data = parameter.data.contiguous()
+            parameter.requires_grad_(flags[name])
+        if self._files is not None:
+            self._files.fill(layer, self.saved)
+
+    def _start(self, path: str, module: Any) -> None:
+        if isinstance(module, LoraLayer):
+            module.update_layer(
+                NAME,
+                module.r[NAME],
+                lora_alpha=module.lora_alpha[NAME],
+                config=self.config,
+                target_name=path,
+            )
+        elif isinstance(module, TrainableTokensLayer):
+            module.update_layer(NAME, token_indices=module.token_indices[NAME])
+        elif isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save[NAME].load_state_dict(module.original_module.state_dict())
+
+
+def _saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """Asks peft what it would save. The values that it sorts are names here."""
+    names = cast(Any, {name: name for name in model.state_dict()})
+    found: Mapping[Any, str] = get_peft_model_state_dict(
+        model, names, NAME, save_embedding_layers=False
+    )
+    return {name: key for key, name in found.items()}
+
+
+def _refusal(error: Exception) -> ConfigError:
+    return ConfigError(f"lora: {(str(error).strip().splitlines() or [''])[0]}")
 
 
 def lora_config(options: LoraOptions) -> LoraConfig:
@@ -92,21 +153,6 @@ def lora_config(options: LoraOptions) -> LoraConfig:
         )
     except ValueError as error:
         raise ConfigError(f"model.lora: {str(error).splitlines()[0]}") from None
-
-
-def _check(lora: object) -> None:
-    if not isinstance(lora, LoraConfig):
-        raise ConfigError(f"lora is a {type(lora).__name__}; give a peft.LoraConfig, or a folder")
-    if lora.modules_to_save:
-        raise ConfigError(
-            "lora.modules_to_save: dynmo trains adapters beside frozen weights; leave it out, or "
-            "train the modules by freeze="
-        )
-    if lora.init_lora_weights not in (True, False, "gaussian"):
-        raise ConfigError(
-            f"lora.init_lora_weights = {lora.init_lora_weights!r} is not supported; use True, "
-            "False or 'gaussian'"
-        )
 
 
 def adapters_in(module: nn.Module) -> Iterator[LoraLayer]:

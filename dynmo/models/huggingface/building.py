@@ -22,7 +22,7 @@ from dynmo.models.huggingface.skeleton import units_of
 from dynmo.models.huggingface.structure import Structure, has_weights
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.huggingface.types import Types
-from dynmo.models.huggingface.values import check_buffers, has_no_values, marked_buffer
+from dynmo.models.huggingface.values import check_values, has_no_values, marked
 from dynmo.models.model import check_layers
 from dynmo.models.tied import Pair
 
@@ -105,8 +105,7 @@ class Builder:
             for number, index in enumerate(sorted(owned), 1):
                 give_memory(layers[index])
                 self._fill(index, layers[index])
-                if not has_no_values():
-                    check_buffers(layers[index])
+                check_values(layers[index])
                 progress.tell(number)
             self._check_cuts(layers, owned)
         modules: list[nn.Module] = [*layers]
@@ -157,8 +156,7 @@ class Builder:
                 made[path] = _copied(module)
                 give_memory(made[path])
                 initialise(model, made[path], path)
-                if not has_no_values():
-                    check_buffers(made[path], path)
+                check_values(made[path], path)
         return made
 
     def _shell(self, frame: Frame, place: Place) -> Shell:
@@ -204,12 +202,11 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def give_memory(module: nn.Module) -> None:
-    """Gives parameters and buffers memory on the CPU. Their values are arbitrary."""
+    """Gives parameters and buffers memory on the CPU. They have no values yet."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                made = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                part._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+                part._parameters[name] = nn.Parameter(marked(parameter), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = marked_buffer(buffer)
+                part._buffers[name] = marked(buffer)

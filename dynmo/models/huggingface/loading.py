@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, mix
-from dynmo.models.huggingface.adapter_names import base_name
+from dynmo.models.huggingface.adapter_names import COPY, base_name
 from dynmo.models.huggingface.transformers_private import (
     Conversion,
     conversions_of,
@@ -229,7 +229,8 @@ def _equal(
 def _state(layer: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and those buffers that are saved, by their names without adapters."""
     state = layer.state_dict(keep_vars=True)
-    return {base_name(name): x for name, x in state.items() if isinstance(x, Tensor)}
+    own = {name: x for name, x in state.items() if isinstance(x, Tensor) and COPY not in name}
+    return {base_name(name): x for name, x in own.items()}
 
 
 def _some(names: Iterable[str]) -> str:

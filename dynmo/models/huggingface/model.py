@@ -35,8 +35,8 @@ from dynmo.models.huggingface.router import (
 )
 from dynmo.models.huggingface.split_conv1d import SplitConv1D
 from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
+from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.huggingface.types import Types
-from dynmo.models.huggingface.values import draw
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
@@ -64,6 +64,7 @@ class HuggingFaceModel(Model):
         structure: The parts of the model, on the meta device.
         folder: The folder that the weights are read from. None means that they are drawn.
         lora: The config of the model's adapters, if it has some.
+        saved: Names that peft gives what is saved of such a model, by names in the model.
         weights: The weights in that folder.
         whole: Why blocks are not cut into halves: reason by index of the block.
         types: The types of its tensors in each precision.
@@ -74,6 +75,7 @@ class HuggingFaceModel(Model):
     structure: Structure
     folder: Path | None = None
     lora: LoraConfig | None = None
+    saved: Mapping[str, str] = field(default_factory=dict)
     weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
     types: Types
@@ -166,7 +168,7 @@ def from_pretrained(  # noqa: PLR0913
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
         if weights is None:
-            draw(model, layer)
+            initialise(model, layer)
         else:
             weights.fill(index, layer)
         if adapters is not None:
@@ -198,6 +200,7 @@ def from_pretrained(  # noqa: PLR0913
         structure=structure,
         folder=folder,
         lora=None if adapters is None else adapters.config,
+        saved={} if adapters is None else adapters.saved,
         weights=weights,
         whole={index: each for index, each in enumerate(halves) if isinstance(each, str)},
         types=types,

@@ -35,7 +35,7 @@ from dynmo.models.huggingface.skeleton import (
     without_memory,
 )
 from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
-from dynmo.models.huggingface.values import marked_buffer
+from dynmo.models.huggingface.values import marked
 
 # Size of the forward that shows the structure.
 ROWS, TOKENS = 3, 5
@@ -292,7 +292,7 @@ def fill_spine(model: PreTrainedModel, blocks: str) -> None:
                     f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
                     "moved"
                 )
-            module._buffers[name] = marked_buffer(buffer)
+            module._buffers[name] = marked(buffer)
         if module._buffers:
             initialise_own(model, module, path)
 

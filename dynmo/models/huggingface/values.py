@@ -1,7 +1,6 @@
-"""The values of layers that no file has: non-persistent buffers, and weights that are drawn.
+"""The values of new tensors: a mark, until the code of transformers or peft, or a file, sets them.
 
-The code of transformers makes them. A tensor that it forgets would be arbitrary, so tensors get a
-mark first.
+A tensor that all of them forget would be arbitrary. The mark shows it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.transformers_private import initialise
 
 
 def has_no_values() -> bool:
@@ -21,33 +18,25 @@ def has_no_values() -> bool:
     return type(torch.empty(0)) is not Tensor
 
 
-def marked_buffer(like: Tensor) -> Tensor:
-    """Returns a buffer on the CPU that has no value yet."""
+def marked(like: Tensor) -> Tensor:
+    """Returns a tensor on the CPU that has no value yet."""
     return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device="cpu")
 
 
-def check_buffers(module: nn.Module, path: str = "") -> None:
-    """Refuses buffers that have no value yet.
+def check_values(module: nn.Module, path: str = "") -> None:
+    """Refuses parameters and buffers that have no value yet. Fake tensors have none.
 
     Args:
         path: Path of the module in the model.
     """
+    if has_no_values():
+        return
     for name in _without_value(module.named_buffers()):
         raise ConfigError(
             f"the buffer {f'{path}.{name}'.lstrip('.')} has no value, because the model's "
             "_init_weights does not set it; make it persistent"
         )
-
-
-def draw(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Draws the weights of a layer as transformers would."""
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(_mark(parameter.dtype))
-    initialise(model, layer)
-    if has_no_values():
-        return
-    for name in _without_value((*layer.named_parameters(), *layer.named_buffers())):
+    for name in _without_value(module.named_parameters()):
         raise ConfigError(
             f"{name} cannot be drawn, because the model's _init_weights does not set it; give a "
             "folder of weights"
