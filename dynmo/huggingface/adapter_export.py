@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from dynmo.huggingface.partial_folder import PartialFolder
@@ -36,6 +37,7 @@ class AdapterExport:
         dtype: torch.dtype | None,
     ) -> None:
         self._place, self._model = PartialFolder(folder), model
+        self._layer_of = {n: at for at, each in enumerate(modules) for n in each.state_dict()}
         self._shards, self._dtype = shards, dtype
         self._shapes = [self.tensors(shapes_of_state(module)) for module in modules]
         self.files = [WEIGHTS]
@@ -53,13 +55,35 @@ class AdapterExport:
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = self._model.saved
+        own = {name: tensor.detach() for name, tensor in state.items() if name in saved}
+        if own and _is_random_cut(self._model.lora):
+            own = self._beside_the_start(own)
+        paths = self._model.folder_class.paths
         return {
-            saved_name(saved[name], self._model.folder_class.paths): tensor.detach().to(
-                tensor.device, self._dtype or tensor.dtype
-            )
-            for name, tensor in state.items()
-            if name in saved
+            saved_name(saved[name], paths): x.to(x.device, self._dtype or x.dtype)
+            for name, x in own.items()
         }
+
+    def _beside_the_start(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns adapters of twice the rank, which fit the weights of the folder.
+
+        The start, which was cut out of the weights, is taken away from what was trained.
+        """
+        lora = self._model.lora
+        assert lora is not None
+        index = self._layer_of[next(iter(state))]
+        is_meta = next(iter(state.values())).is_meta
+        start = state if is_meta else self._model.build((index,))[index].state_dict()
+        # alpha stays, and twice the rank makes its share smaller.
+        scale = 2**0.5 if lora.use_rslora else 2.0
+        made = dict(state)
+        for name, tensor in state.items():
+            first = start[name].to(tensor)
+            if ".lora_A." in name:
+                made[name] = torch.cat((tensor, first))
+            elif ".lora_B." in name:
+                made[name] = torch.cat((tensor, -first), 1) * scale
+        return made
 
     def complete(self) -> None:
         every = [index for shard in self._shards for index in shard]
@@ -74,6 +98,10 @@ class AdapterExport:
         if self._model.folder_class.paths:
             config = renamed_config(config, self._model.folder_class.paths)
         config.inference_mode = True  # as peft saves it
+        if _is_random_cut(config):
+            config.init_lora_weights, config.r = True, 2 * config.r
+            ranks = config.rank_pattern or {}
+            config.rank_pattern = {pattern: 2 * rank for pattern, rank in ranks.items()}
         config.save_pretrained(str(self.partial))
         self._place.complete(CONFIG, re.compile(r"adapter_model\.bin"))
 
@@ -82,3 +110,8 @@ class AdapterExport:
 
     def _shapes_of(self, layers: Sequence[int]) -> dict[str, Tensor]:
         return {name: like for index in layers for name, like in self._shapes[index].items()}
+
+
+def _is_random_cut(lora: LoraConfig | None) -> bool:
+    """Whether adapters start as a random part of the weights, which peft would draw anew."""
+    return lora is not None and str(lora.init_lora_weights).startswith("pissa_niter")

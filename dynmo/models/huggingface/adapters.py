@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.config import LoraRuntimeConfig, VeloraConfig
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -27,6 +29,9 @@ from dynmo.models.huggingface.adapter_names import NAME
 from dynmo.models.huggingface.lora_options import check
 from dynmo.models.huggingface.values import has_no_values
 from dynmo.models.options import LoraOptions
+
+# What peft raises. It asserts that there is a GPU, say.
+_REFUSALS = ValueError, TypeError, KeyError, AssertionError, ImportError, RuntimeError
 
 
 class Adapters:
@@ -65,25 +70,37 @@ class Adapters:
         if self._files is not None:
             self._files.check(model, self.saved)
 
+    @property
+    def blocks(self) -> list[int] | None:
+        """The block of the folder that each block is, if peft repeats some."""
+        spans = self.config.layer_replication
+        return None if spans is None else [at for start, end in spans for at in range(start, end)]
+
     def _inject(self, model: PreTrainedModel) -> None:
-        init = self.config.init_lora_weights
-        if init != "mica":  # it makes other layers
-            # The values of weights are needed for others.
-            self.config.init_lora_weights = True
+        config = self.config
+        config.runtime_config = LoraRuntimeConfig()  # values come on the CPU
+        init, velora = config.init_lora_weights, cast(VeloraConfig | None, config.velora_config)
+        # Most starts need values, which weights do not have yet. "mica" makes other layers.
+        config.init_lora_weights = init if init == "mica" else True
+        config.velora_config = (
+            None if velora is None else replace(velora, init_type="batch_average")
+        )
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
-        except (ValueError, TypeError, KeyError) as error:
+                inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
+        except _REFUSALS as error:
             raise _refusal(error) from None
-        self.config.init_lora_weights = init
-        if getattr(self.config, "target_modules_to_tie", None):
+        config.init_lora_weights, config.velora_config = init, velora
+        if getattr(config, "target_modules_to_tie", None):
             raise ConfigError(
                 "lora.ensure_weight_tying: embedding and output layer may be on two ranks, and one "
                 "would train the other's adapters transposed; leave one of them out of "
                 "target_modules"
             )
         for each in adapters_in(model):
+            if velora is not None:
+                cast(Any, each).lora_velora_init_type[NAME] = velora.init_type
             # peft would cut the weight in the first forward. `fill` does it.
             getattr(each, "_lora_kasa_truncation_deferred", set[str]()).clear()
 
@@ -100,7 +117,7 @@ class Adapters:
                 warnings.simplefilter("ignore")
                 for path, each in list(layer.named_modules()):
                     self._start(path, each)
-        except (ValueError, TypeError, KeyError) as error:
+        except _REFUSALS as error:
             raise _refusal(error) from None
         for name, parameter in layer.named_parameters():
             parameter.data = parameter.data.contiguous()

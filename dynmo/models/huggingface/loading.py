@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -82,6 +82,22 @@ class Weights:
         )
         for name, tensor in into.items():
             tensor.copy_(made[self._sources[name][1]])
+
+    def repeat(self, path: str, blocks: Sequence[int]) -> None:
+        """Lets blocks of the model be others of the files.
+
+        Args:
+            path: Path of the list of blocks.
+            blocks: The block in the files of each block of the model.
+        """
+        known, prefix = self._sources, f"{path}."
+        self._sources = {name: each for name, each in known.items() if not name.startswith(prefix)}
+        for name, each in known.items():
+            block, _, rest = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix):
+                for index, of in enumerate(blocks):
+                    if of == int(block):
+                        self._sources[f"{prefix}{index}.{rest}"] = each
 
     def bytes_of(self, layer: nn.Module) -> int:
         """Returns the bytes in files that a layer is made of."""

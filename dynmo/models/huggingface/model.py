@@ -34,7 +34,12 @@ from dynmo.models.huggingface.router import (
     with_router_loss,
 )
 from dynmo.models.huggingface.split_conv1d import SplitConv1D
-from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
+from dynmo.models.huggingface.structure import (
+    Structure,
+    UnfitModelError,
+    find_blocks,
+    structure_of,
+)
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.huggingface.types import Types
 from dynmo.models.loss import causal_lm_loss, count_labels
@@ -150,6 +155,8 @@ def from_pretrained(  # noqa: PLR0913
     adapters = None
     if lora is not None:
         adapters = _adapters_module().Adapters(model, lora, folder, folder_class.paths)
+        if adapters.blocks is not None and weights is not None:
+            weights.repeat(find_blocks(model), adapters.blocks)
     types = Types(
         model,
         lambda dtype: meta_model(folder or type(config).__name__, config, trust_remote_code, dtype),
