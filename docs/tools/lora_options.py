@@ -21,9 +21,9 @@ def row(trial: Trial, found: Told) -> str:
     steps = "" if trial.values.get("lora_dropout") else _word(found.steps)
     cells = ("refused", "", "") if found.reason else ("as peft", steps, _word(found.loaded))
     reason = found.reason.removeprefix(f"lora.{trial.option}: ")
-    return table(
-        _HEAD, [(f"`{trial.option}`", f"`{trial.value}`", *cells, reason)]
-    ).splitlines()[-1]
+    return table(_HEAD, [(f"`{trial.option}`", f"`{trial.value}`", *cells, reason)]).splitlines()[
+        -1
+    ]
 
 
 def _word(far: float) -> str:

@@ -99,10 +99,7 @@ class Adapters:
                 "target_modules"
             )
         for each in adapters_in(model):
-            if velora is not None:
-                cast(Any, each).lora_velora_init_type[NAME] = velora.init_type
-            # peft would cut the weight in the first forward. `fill` does it.
-            getattr(each, "_lora_kasa_truncation_deferred", set[str]()).clear()
+            self._settle(each)
 
     def fill(self, layer: nn.Module) -> None:
         """Sets the values of a layer's adapters as peft does, or to those of files.
@@ -125,6 +122,15 @@ class Adapters:
         if self._files is not None:
             self._files.fill(layer, self.saved)
 
+    def _settle(self, module: Any) -> None:
+        """Does now what peft leaves to the first forward, which is on any rank."""
+        velora = cast(VeloraConfig | None, self.config.velora_config)
+        if velora is not None:
+            module.lora_velora_init_type[NAME] = velora.init_type
+            module.lora_velora_initialized[NAME] = True
+        if self.config.kasa_config is not None:
+            module._lora_kasa_truncation_deferred.clear()  # `fill` has cut the weight
+
     def _start(self, path: str, module: Any) -> None:
         if isinstance(module, LoraLayer):
             module.update_layer(
@@ -134,6 +140,7 @@ class Adapters:
                 config=self.config,
                 target_name=path,
             )
+            self._settle(module)
         elif isinstance(module, TrainableTokensLayer):
             module.update_layer(NAME, token_indices=module.token_indices[NAME])
         elif isinstance(module, ModulesToSaveWrapper):
@@ -143,9 +150,7 @@ class Adapters:
 def _saved_names(model: PreTrainedModel) -> dict[str, str]:
     """Asks peft what it would save. The values that it sorts are names here."""
     names = cast(Any, {name: name for name in model.state_dict()})
-    found: Mapping[Any, str] = get_peft_model_state_dict(
-        model, names, NAME, save_embedding_layers=False
-    )
+    found: Any = get_peft_model_state_dict(model, names, NAME, save_embedding_layers=False)
     return {name: key for key, name in found.items()}
 
 

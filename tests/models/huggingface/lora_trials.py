@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.world import World as RankWorld
 from tests.models.huggingface.saved_models import folder_of
 from tests.models.huggingface.small import make_batch, steps_of
 from tests.models.huggingface.tiny import VOCABULARY
@@ -69,9 +69,7 @@ class Trial:
 
     def folder(self) -> Path:
         llama = {"kind": "llama", "num_hidden_layers": 3, "attention_bias": True}
-        return folder_of(
-            dtype=torch.float32, vocab_size=VOCABULARY, **(dict(self.base) or llama)
-        )
+        return folder_of(dtype=torch.float32, vocab_size=VOCABULARY, **(dict(self.base) or llama))
 
 
 def _trial(option: str, value: Any, shown: str = "", base: Any = None, **others: Any) -> Trial:
@@ -127,9 +125,7 @@ TRIALS = (
     _trial("trainable_token_indices", [1, 5, 7], "[1, 5, 7], tied weights", base=_TIED),
     _trial("use_dora", True),
     _trial("use_dora", True, 'True, init_lora_weights="pissa"', init_lora_weights="pissa"),
-    _trial(
-        "use_dora", True, "True, on an embedding", target_modules=["embed_tokens", "q_proj"]
-    ),
+    _trial("use_dora", True, "True, on an embedding", target_modules=["embed_tokens", "q_proj"]),
     _trial("velora_config", VeloraConfig(num_groups=4), "VeloraConfig()"),
     _trial(
         "velora_config",
@@ -164,7 +160,13 @@ TRIALS = (
         base=_TIED,
         modules_to_save=["embed_tokens"],
     ),
-    _trial("ensure_weight_tying", True, "True, trainable_token_indices", base=_TIED, trainable_token_indices=[1, 5]),
+    _trial(
+        "ensure_weight_tying",
+        True,
+        "True, trainable_token_indices",
+        base=_TIED,
+        trainable_token_indices=[1, 5],
+    ),
     _trial(
         "ensure_weight_tying",
         True,
@@ -245,12 +247,11 @@ def _base(trial: Trial) -> Any:
 
 def _peft(trial: Trial, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return get_peft_model(_base(trial), trial.config()).base_model.model
+    made: Any = get_peft_model(_base(trial), trial.config())
+    return made.base_model.model
 
 
-def _differences(
-    state: Mapping[str, Tensor], one: nn.Module, other: nn.Module
-) -> Iterator[str]:
+def _differences(state: Mapping[str, Tensor], one: nn.Module, other: nn.Module) -> Iterator[str]:
     """What peft does not draw has peft's values. What it draws has peft's spread."""
     wanted = one.state_dict()
     yield from sorted(state.keys() ^ wanted.keys())
@@ -282,7 +283,7 @@ def _far_in_steps(pipeline: dynmo.Pipeline, plain: nn.Module) -> float:
     return max(far, *(_far(state[name], tensor) for name, tensor in plain.state_dict().items()))
 
 
-def _far_once_loaded(trial: Trial, pipeline: dynmo.Pipeline, world: World) -> float:
+def _far_once_loaded(trial: Trial, pipeline: dynmo.Pipeline, world: dynmo.World) -> float:
     for step in range(STEPS):
         pipeline.step(make_batch(step, padded=False))
     batch = make_batch(9, padded=False)
@@ -301,7 +302,7 @@ def _far_once_loaded(trial: Trial, pipeline: dynmo.Pipeline, world: World) -> fl
 
 
 def train(
-    world: World, name: str, base: str, move: list[int] | None = None, **options: Any
+    world: RankWorld, name: str, base: str, move: list[int] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Trains with an option, for the pool of ranks."""
     trial = next(each for each in TRIALS if each.name == name)

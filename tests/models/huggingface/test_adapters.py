@@ -100,8 +100,7 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     ("options", "message"),
     [
         ({"target_modules": ["nothing"]}, "nothing"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "'pissa' is not supported"),
+        ({"init_lora_weights": "lora_ga"}, "lora.init_lora_weights = 'lora_ga'"),
     ],
 )
 def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: str) -> None:

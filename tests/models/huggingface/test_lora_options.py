@@ -15,7 +15,7 @@ from tests.pool import Pool
 
 TRAIN = "tests.models.huggingface.lora_trials:train"
 NAMED = {trial.name: trial for trial in TRIALS}
-EVERYDAY = ("use_dora = True", 'bias = "all"', 'init_lora_weights = "pissa_niter_2"')
+EVERYDAY = ("use_dora = True", 'bias = "lora_only"', "arrow_config = ArrowConfig()")
 
 # What more than one layer has, what a forward changes, and what starts from the weight.
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -23,7 +23,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("ensure_weight_tying = True, modules_to_save", {}),
     ("layer_replication = [[1, 3], [0, 2]]", {"schedule": "zb-v"}),
     ("use_dora = True", {"move": [5, 3], "recompute": "all"}),
-    ("velora_config = VeloraConfig()", {"move": [5, 3], "recompute": "all"}),
+    ("velora_config = VeloraConfig()", {"move": [3, 2], "recompute": "all"}),
     ('velora_config = VeloraConfig(init_type="random")', {"move": [5, 3]}),
     ("kasa_config = KasaConfig()", {"move": [5, 3]}),
     ('target_parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]', {"move": [2, 2]}),
