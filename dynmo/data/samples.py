@@ -5,14 +5,17 @@
     {"text": "..."}
     {"input_ids": [1, 2, ...], "labels": [-100, 2, ...]}       tokens as they are; labels by choice
 
+A record of token ids may have `attention_mask` and `position_ids`, too, but no other sample.
+
 Labels are the ids. Those that the loss does not count are -100: with `answers_only` all but what an
 assistant says, and all but the completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from dynmo.data.labels import IGNORED
@@ -117,7 +120,7 @@ class Encoder:
                 raise BrokenSampleError(
                     f"{place}: {name} has {wrong}; the model has tokens 0 to {self.vocab - 1}"
                 )
-        return Sample(ids, labels)
+        return _of_one_sample(record, Sample(ids, labels), place)
 
     def _completion(self, prompt: str, completion: str) -> Sample:
         first = self._ids(prompt)
@@ -167,6 +170,29 @@ def keys_of(record: Record) -> set[str]:
     return {key for key, value in record.items() if value is not None}
 
 
+def _of_one_sample(record: Record, sample: Sample, place: str) -> Sample:
+    """Leaves out the padding at both ends, and checks that there is one sample between them."""
+    kinds = {"attention_mask": (int, bool), "position_ids": (int,)}
+    there = keys_of(record) & kinds.keys()
+    given = {name: _numbers(record, name, place, kinds[name]) for name in sorted(there)}
+    for name, values in given.items():
+        if len(values) != len(sample.ids):
+            ids = len(sample.ids)
+            raise BrokenSampleError(f"{place}: has {ids} input_ids and {len(values)} {name}")
+    mask = given.get("attention_mask", [1] * len(sample.ids))
+    real = [at for at, each in enumerate(mask) if each]
+    start, stop = (real[0], real[-1] + 1) if real else (0, 0)
+    positions = given.get("position_ids", range(len(mask)))[start:stop]
+    is_broken = any(each != 1 for each in mask[start:stop])
+    if is_broken or any(b != a + 1 for a, b in pairwise(positions)):
+        what = "attention_mask" if is_broken else "position_ids"
+        raise BrokenSampleError(
+            f"{place}: {what} tells of several samples; give each sample a record, and leave out "
+            'the mask (data.batching = "packed" packs)'
+        )
+    return Sample(sample.ids[start:stop], sample.labels[start:stop])
+
+
 def _text(record: Record, key: str, place: str) -> str:
     value = record[key]
     if not isinstance(value, str):
@@ -175,10 +201,10 @@ def _text(record: Record, key: str, place: str) -> str:
     return value
 
 
-def _numbers(record: Record, key: str, place: str) -> list[int]:
+def _numbers(record: Record, key: str, place: str, kinds: Collection[type] = (int,)) -> list[int]:
     value = record[key]
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    if not isinstance(value, list) or not all(type(each) in kinds for each in value):
         raise BrokenSampleError(f"{place}: {key} is no list of integers")
     return cast("list[int]", value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -44,6 +44,8 @@ class Model:
             names of its forward's arguments.
         gaps: Whether the first layer takes a tensor without elements in place of an optional input
             that a batch lacks.
+        check: Takes such a batch and its name in messages. Raises InputError if the model would
+            take it otherwise than it says.
         targets: Names of the targets in such a batch. The loss takes one tensor if there is one
             name, and a dictionary of tensors if there are several.
         count: Takes the targets of a microbatch. Returns how many of them the loss counts. None
@@ -63,6 +65,7 @@ class Model:
     options: ModelOptions | None = None
     inputs: tuple[str, ...] = ()
     gaps: bool = False
+    check: Callable[[Mapping[str, Tensor], str], None] | None = None
     targets: tuple[str, ...] = ("labels",)
     count: Counter | None = None
     router_loss: Callable[[Any], Tensor] | None = None

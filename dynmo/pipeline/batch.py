@@ -8,7 +8,7 @@ list of tensors, or of such dictionaries     the microbatches themselves, of any
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -32,12 +32,14 @@ class BatchNames:
         required: Number of leading inputs that must be there.
         targets: What the loss takes.
         gaps: Whether an input that is not required may be missing before one that is there.
+        check: The model's own check of a batch.
     """
 
     inputs: tuple[str, ...]
     required: int
     targets: tuple[str, ...]
     gaps: bool = False
+    check: Callable[[Named, str], None] | None = None
 
     @staticmethod
     def of(model: Model, first: nn.Module) -> BatchNames:
@@ -55,13 +57,13 @@ class BatchNames:
                 'dynmo.Sequential(layers, inputs=("input_ids", ...))'
             )
         required = len([at for at in range(len(names)) if at not in optional])
-        return BatchNames(names, required, model.targets, model.gaps)
+        return BatchNames(names, required, model.targets, model.gaps, model.check)
 
     def split(self, given: Named, where: str) -> tuple[tuple[Tensor, ...], Tensor | Named | None]:
         """Returns the inputs and the targets of one microbatch. Both may be empty.
 
         Raises:
-            InputError: A name is unknown or missing.
+            InputError: A name is unknown or missing, or the model refuses the batch.
         """
         there = {name for name, value in given.items() if cast(object, value) is not None}
         unknown = sorted(there - {*self.inputs, *self.targets})
@@ -77,6 +79,8 @@ class BatchNames:
         if missing:
             raise InputError(f"{where} lacks {_list(missing)}; {self}")
         taken = {name: _tensor(f"{name} of {where}", given[name]) for name in (*inputs, *targets)}
+        if self.check is not None:
+            self.check(taken, where)
         wanted = {name: taken[name] for name in targets}
         one = wanted.get(self.targets[0]) if len(self.targets) == 1 else wanted or None
         first = [taken[name] if name in taken else _gap(taken[inputs[0]]) for name in needed]

@@ -109,6 +109,13 @@ def test_token_ids_are_taken_as_they_are(as_tensors: bool) -> None:
     assert encoder.encode(given, "a:1") == ([3, 1, 4], [3, 1, 4])
 
 
+def test_padding_of_token_ids_is_left_out() -> None:
+    given: dict[str, Any] = {"input_ids": [9, 3, 1, 4, 9], "position_ids": [1, 0, 1, 2, 0]}
+    for mask in ([0, 1, 1, 1, 0], [False, True, True, True, False]):
+        record = given | {"attention_mask": mask}
+        assert Encoder(None, 9, VOCAB).encode(record, "a:1") == ([3, 1, 4], [3, 1, 4])
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -119,6 +126,10 @@ def test_token_ids_are_taken_as_they_are(as_tensors: bool) -> None:
         ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids and 1 labels"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "none of its 2 tokens counts"),
         ({"text": "a"}, "has no input_ids, as the first record has"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "has 2 input_ids and 1 attention_mask"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 2, 2]}, "attention_mask tells of several"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask tells of several"),
+        ({"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}, "position_ids tells of"),
     ],
 )
 def test_wrong_token_ids_are_named(record: dict[str, Any], says: str) -> None:

@@ -27,6 +27,7 @@ from dynmo.models.huggingface.cut import Halves, halves_of
 from dynmo.models.huggingface.folder_class import FolderClass, folder_class_of
 from dynmo.models.huggingface.frozen import Freeze, frozen_layers
 from dynmo.models.huggingface.loading import Weights, weights_of
+from dynmo.models.huggingface.packed_rows import check_rows
 from dynmo.models.huggingface.router import (
     piece_with_router_loss,
     router_loss_of,
@@ -202,6 +203,7 @@ def from_pretrained(  # noqa: PLR0913
         ),
         inputs=INPUTS,
         gaps=True,
+        check=check_rows,
         count=count_labels,
         config=config,
         structure=structure,
