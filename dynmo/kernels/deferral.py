@@ -73,6 +73,22 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
                 child._products = products
 
 
+def uninstall(module: nn.Module) -> bool:
+    """Gives modules their own classes back. Returns whether a tape was there."""
+    originals = {split: kind for kind, split in _REGISTERED.items()}
+    found = False
+    for child in module.modules():
+        kind, own = type(child), vars(child)
+        if isinstance(own.get("tape"), WeightTape) and splits(child):
+            found = True
+            del own["tape"]
+            own.pop("_products", None)
+            if issubclass(kind, CaughtProducts):
+                kind = kind.__bases__[1]
+            object.__setattr__(child, "__class__", originals.get(kind, kind))
+    return found
+
+
 def _owns_matrix(module: nn.Module) -> bool:
     if isinstance(module, (*_CLOSED, torch.jit.ScriptModule)):
         return False

@@ -115,7 +115,7 @@ class WeightTape:
         taking: Whether the tape takes work now. The layer has it do so in its B alone. A backward
             that its F runs (`torch.autograd.grad`) gives gradients as autograd does.
         whole: Parameters that the layer also uses by itself, not through their module
-            (`used_twice`). Their gradient comes from autograd, all of it in B. Otherwise the order
+            (`used_leaves`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
         loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
@@ -131,6 +131,10 @@ class WeightTape:
         self.run: Callable[[WeightWork], None] = lambda work: work()
         self.whole: frozenset[Tensor] = frozenset()
         self.taken: set[Tensor] | None = None
+
+    def __deepcopy__(self, _: object) -> WeightTape:
+        """Return an empty tape. A copy of a layer belongs to no pipeline."""
+        return WeightTape()
 
     def add(self, work: WeightWork, *holds: Tensor) -> None:
         """Run the work, or keep it for later together with the tensors that it holds."""
@@ -322,8 +326,8 @@ def split_embedding(
     return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
 
 
-def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """Find the parameters that a layer uses both in a module that splits and outside."""
+def used_leaves(outputs: Iterable[Tensor]) -> tuple[set[Tensor], set[Tensor]]:
+    """Find the leaves of a layer's graph: those in modules that split, and those outside."""
     by_module, by_itself = set[Tensor](), set[Tensor]()
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
@@ -339,7 +343,7 @@ def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
             elif below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    return frozenset(by_module & by_itself)
+    return by_module, by_itself
 
 
 def accumulate_embedding(

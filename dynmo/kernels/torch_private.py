@@ -105,6 +105,11 @@ def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> N
     group._get_backend(device)._set_default_timeout(timeout)
 
 
+def is_compiled(module: object) -> bool:
+    """Return whether a module is what `torch.compile` makes of another."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
 def configure_compiler(device: torch.device, recompile_limit: int) -> None:
     """Set torch.compile up so that all ranks compile the same arithmetic."""
     # Importing these takes a second. Only runs that compile wait for it.

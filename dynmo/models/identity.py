@@ -29,11 +29,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
+from dynmo.kernels.torch_private import is_compiled
 from dynmo.models.model import Model, defined_in, named_tensors
 from dynmo.models.source_code import code_of, dynmo_version, function_digest
 
 # Attributes that every module has. Its tensors are described apart.
-_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Objects of these packages say where or how a process runs, or belong to other layers.
 _OPAQUE = (
@@ -161,6 +162,8 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
     for prefix, module in layer.named_modules():
         path = f"{prefix}." if prefix else ""
         yield f"class of {prefix or 'the layer'}", _class_name(type(module))
+        if is_compiled(module):
+            continue  # torch.compile says how a process runs, and the module itself follows
         for name, value in sorted(vars(module).items()):
             if name in _HOOKS and value:
                 # The keys count the hooks of the process.

@@ -16,6 +16,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of, is_sum
 from dynmo.models.options import ModelOptions
+from dynmo.models.reach import generators_of
 from dynmo.models.tied import Pair, pairs_of, untie
 
 Factory = Callable[[], nn.Module]
@@ -93,6 +94,11 @@ class Model:
     def sums(self) -> bool:
         """Whether the loss of a step is the sum of those of its microbatches."""
         return is_sum(self.loss)
+
+    @property
+    def given(self) -> Sequence[Any]:
+        """The modules, or the functions that make them, as a user has them."""
+        return ()
 
     def full_name(self, layer: int, name: str) -> str:
         """Returns the name of a layer's parameter or buffer in the whole model."""
@@ -192,11 +198,40 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
         raise ConfigError(f"{where}: {problem}")
 
 
+def check_loss(where: str, loss: object, layers: Sequence[object]) -> None:
+    """Refuses a loss that has something to train, or draws from the generator of a layer."""
+    if isinstance(loss, nn.Module):
+        known = {p for each in layers if isinstance(each, nn.Module) for p in each.parameters()}
+        for name, parameter in loss.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise ConfigError(
+                    f"{where}: the loss ({type(loss).__name__}) has the parameter {name}, which no "
+                    "optimizer would train; make it a parameter of the last layer, which returns "
+                    "(output, parameter) to the loss"
+                )
+    drawn = {id(generator) for generator in generators_of(loss).values()}
+    for index, layer in enumerate(layers):
+        for path, generator in generators_of(layer).items() if isinstance(layer, nn.Module) else ():
+            if id(generator) in drawn:
+                raise ConfigError(f"{where}: the loss and {_shared_generator(index, path)}")
+
+
+def _shared_generator(index: int, path: str) -> str:
+    return (
+        f"layer {index} ({path}) draw from one torch.Generator, whose order would depend on the "
+        "ranks; give each a generator of its own"
+    )
+
+
 def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
     owner: dict[int, tuple[int, str]] = {}
+    drawn = dict[int, int]()
     tied = list[Pair]()
     for index, layer in enumerate(layers):
         yield from _module_problems(index, layer)
+        for path, generator in generators_of(layer).items():
+            if (first := drawn.setdefault(id(generator), index)) != index:
+                yield f"layer {first} and {_shared_generator(index, path)}"
         for what, name, tensor in named_tensors(layer):
             yield from _tensor_problems(f"the {what} {name} of layer {index}", tensor)
             first, other = owner.setdefault(id(tensor), (index, name))
@@ -242,10 +277,14 @@ def _tensor_problems(what: str, tensor: Tensor) -> Iterator[str]:
     if tensor.requires_grad and not tensor.is_floating_point():
         yield f"{what} is {tensor.dtype} and trains; use torch.view_as_real and train that"
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        yield (
-            f"{what} has a hook, which would not move with it; let a module's forward or the "
-            "loss do what it does"
-        )
+        yield hook_problem(what)
+
+
+def hook_problem(what: str) -> str:
+    return (
+        f"{what} has a hook, which would not move with it, and which W does not call; let a "
+        "module's forward, a module's hook or the loss do what it does"
+    )
 
 
 def defined_in(objects: Iterable[object]) -> Iterator[str]:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
+from dynmo.kernels.torch_private import tree_leaves
 from dynmo.models import emulated, gpt_config
 from dynmo.models.copies import as_fakes, without_memory
 from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
-from dynmo.models.model import Factory, Model, check_layers, defined_in, from_factories
+from dynmo.models.model import Factory, Model, check_layers, check_loss, defined_in, from_factories
 from dynmo.models.options import ModelOptions
 from dynmo.models.sequential import Sequential
 from dynmo.models.tied import Pair
@@ -81,15 +82,18 @@ def from_function(path: str, seed: int) -> Model:
     function = partial(_call, where, path.partition(":")[2], found, seed)
     first = function()
     layers = _Layers(first, function, seed)
-    # Tensors of a loss are made with the layers. In a run of shapes only, they are fake tensors.
-    losses: dict[type[Tensor], Loss] = {} if _on_meta() else {Tensor: first.loss}
+    # Tensors of a loss are made with the layers, so shapes alone have a loss of their own. The key
+    # says what tensors it has.
+    losses: dict[tuple[type[Tensor], bool], Loss] = {(Tensor, _on_meta()): first.loss}
 
-    def loss(output: Tensor, targets: Any) -> Tensor:
-        if _tensor_type() not in losses:
-            losses[_tensor_type()] = function().loss
-        own = losses[_tensor_type()]
+    def loss(output: Any, targets: Any) -> Tensor:
+        device = next((x.device for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+        key = _tensor_type(), device is not None and device.type == "meta"
+        if key not in losses:
+            losses[key] = function().loss
+        own = losses[key]
         if isinstance(own, nn.Module):
-            own.to(output.device)
+            own.to(device)
         return own(output, targets)
 
     return Model(
@@ -222,10 +226,7 @@ def _call(where: str, name: str, function: Callable[[], object], seed: int) -> _
             f"{where}: {name}() must return a list of torch modules or of functions "
             "that make one each, (list, loss), or a dynmo.Sequential"
         )
-    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-        raise ConfigError(
-            f"{where}: the loss has parameters that train; make them part of the last layer"
-        )
+    check_loss(where, loss, list(layers))
     if isinstance(layers[0], nn.Module):
         check_layers(where, list(layers))
         used = list(layers)

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
+from dynmo.kernels.deferral import uninstall
 from dynmo.models.copies import without_memory
 from dynmo.models.loss import Counter, Loss, counter_of, is_sum, next_token_loss
 from dynmo.models.model import (
     Factory,
     Model,
     check_layers,
+    check_loss,
     defined_in,
     from_factories,
     named_tensors,
@@ -58,6 +60,9 @@ class Sequential(Model):
             "weight")). The first owns it, and the second starts with its value. Modules may share
             the parameter. The second then gets one of its own, which follows the first.
 
+    Attributes:
+        were_used: Whether a layer was part of a pipeline before.
+
     Raises:
         ConfigError: There is no layer, modules and functions are mixed, a layer could not move, or
             a pair of `tied` is no weight.
@@ -69,6 +74,8 @@ class Sequential(Model):
         >>> model.names
         ('0.Linear', '1.ReLU', '2.Linear')
     """
+
+    were_used: bool
 
     def __init__(
         self,
@@ -95,6 +102,8 @@ class Sequential(Model):
                 "layer"
             )
         pairs = pairs_of("Sequential", tied)
+        were_used = sum(map(uninstall, modules)) > 0
+        check_loss("Sequential", loss, given)
         if modules:
             untie("Sequential", modules, pairs)
             check_layers("Sequential", modules)
@@ -118,6 +127,7 @@ class Sequential(Model):
             count=None if is_sum(loss) else count or counter_of(loss),
         )
         object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "were_used", were_used)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -133,7 +143,7 @@ class Sequential(Model):
 
     @property
     def given(self) -> list[Any]:
-        """The modules, or the functions that make them."""
+        """The modules, or the functions that make them, as a user has them."""
         return self.__dict__["_given"]
 
 

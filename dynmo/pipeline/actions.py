@@ -144,10 +144,12 @@ class Actions:
         plan = moves_between_ranks(before.partition, partition, before.processes, layout.processes)
         places = [(each.schedule, each.partition.counts) for each in (before, layout)]
         agree(world, places, "the new placement")
+        store.check_names()
         migration = exchange(
             world,
             plan,
             lambda i: (store.modules[i], store.state(i)),
+            store.check_arrival,
             partial(store.moved, layout, plan),
         )
         store.tied.join()
@@ -185,6 +187,7 @@ class Actions:
             )
         layout = self.engine.layouts.reshaped(before, pipeline, data, partition)
         agree(everyone, (pipeline, data, layout.partition.counts), "the new mesh")
+        store.check_names()
         after = holders(layout.partition, layout.stage_ranks, data)
         plan = transfers(holders(before.partition, before.stage_ranks, before.replicas), after)
         whole = {i: store.state(i, whole=True) for i in sorted(store.layers)}
@@ -196,7 +199,9 @@ class Actions:
             )
             self._pending.reshaped()
 
-        migration = exchange(everyone, plan, lambda i: (store.modules[i], whole[i]), adopt)
+        migration = exchange(
+            everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, adopt
+        )
         self._profiler.forget(move.layer for move in plan)
         self._schedule_keeper.reshaped(measure_links(store.world, layout.pairs))
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
@@ -268,7 +273,11 @@ class Actions:
         arrivals: list[Arrival] = []
         try:
             migration = exchange(
-                everyone, plan, lambda i: (store.modules[i], whole[i]), arrivals.extend
+                everyone,
+                plan,
+                lambda i: (store.modules[i], whole[i]),
+                store.check_arrival,
+                arrivals.extend,
             )
         except (WaitTimeout, RankDied):
             raise
@@ -350,7 +359,9 @@ class Actions:
             self._take_up(layout, gone, whole, arrivals, experts)
             self._pending.renewed()
 
-        return exchange(everyone, plan, lambda i: (store.modules[i], whole[i]), take_up)
+        return exchange(
+            everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, take_up
+        )
 
     def _go_back(
         self,
@@ -390,6 +401,7 @@ class Actions:
     def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
         decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
         agree(self._store.world, decision, "which ranks go on")
+        self._store.check_names()
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
         store = self._store

@@ -127,6 +127,7 @@ class BatchCutter:
             if wanted is not None:
                 raise InputError("the batch has its targets; leave out the second argument")
             wanted = self._targets(targets, count)
+            _check_rows(inputs, wanted)
         return self._first_inputs(inputs, wanted), _map(wanted, lambda x: _plain(x, self._device))
 
     def _cut_list(self, given: list[object], count: int) -> tuple[Cut, Cut]:
@@ -184,6 +185,17 @@ def _plain(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) ->
     """Returns the values in a tensor that a graph can save."""
     moved = x.to(device, dtype)
     return moved.clone() if moved.is_inference() else moved
+
+
+def _check_rows(inputs: Cut, targets: Cut) -> None:
+    """Refuses tensors of different numbers of rows. Lists hold what the loss makes of them."""
+    if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+        given, wanted = (x.shape[0] * x.shape[1] for x in (inputs, targets))
+        if given != wanted:
+            raise InputError(
+                f"inputs has {given} rows and targets has {wanted}; give each row its target, or "
+                "lists of microbatches if rows share targets"
+            )
 
 
 def _map(cut: Cut, change: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,7 @@ class Loop:
     def adapt(self) -> tuple[StepResult, ...]:
         """Changes ranks, mesh and placement, and lets the cases act, before the next step."""
         step = self.step
+        self._engine.mend()
         if self._adapted == step:
             return ()
         results = self.drain() if self._must_drain(step) else ()
@@ -239,22 +241,35 @@ class Loop:
             len(engine.store.frozen.layers),
         )
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
-        records = engine.advance(
-            step,
-            inputs,
-            targets,
-            lr=rates,
-            max_norm=self.options.max_grad_norm,
-            flag=flag,
-            keys=keys,
-            work=work,
-        )
+        with self._going_back():
+            records = engine.advance(
+                step,
+                inputs,
+                targets,
+                lr=rates,
+                max_norm=self.options.max_grad_norm,
+                flag=flag,
+                keys=keys,
+                work=work,
+            )
         self._started[step] = started
         started.seconds = time.perf_counter() - self._begin
         self._begin = time.perf_counter()
         self.step += 1
         self._ready += map(self._finish, records)
         return self._take()
+
+    @contextmanager
+    def _going_back(self) -> Generator[None]:
+        """Counts a step without a barrier as one with: it is not done if it raises an error."""
+        try:
+            yield
+        except Exception:
+            failed = self._engine.pending.take_failed()
+            if failed is not None:
+                self.step = self._adapted = failed
+                self._started.clear()
+            raise
 
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final."""
@@ -264,7 +279,8 @@ class Loop:
     def settle(self) -> None:
         """Waits until the last step is final. Its result is returned later."""
         start = time.perf_counter()
-        records = self._engine.drain()
+        with self._going_back():
+            records = self._engine.drain()
         if records:
             self._started[records[-1].step].seconds += time.perf_counter() - start
         self._ready += map(self._finish, records)

@@ -21,7 +21,7 @@ class MetricSums:
     """Adds up what a function returns for each microbatch."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._sums = metrics, dict[str, Tensor]()
+        self._metrics, self._values = metrics, dict[str, list[Tensor]]()
 
     def __call__(self, output: Any, targets: Any) -> None:
         with torch.no_grad():
@@ -33,14 +33,18 @@ class MetricSums:
                 )
             for name, value in cast(Mapping[str, Tensor | float], found).items():
                 number = torch.as_tensor(value, dtype=torch.float64)
-                self._sums[name] = self._sums[name] + number if name in self._sums else number
+                self._values.setdefault(name, []).append(number)
 
     def over(self, world: World, *, shares: bool) -> dict[str, float]:
         """Returns the sums over all replicas, or of the first one unless `shares`."""
-        own = {name: value.item() for name, value in self._sums.items()}
+        own = {name: [value.item() for value in each] for name, each in self._values.items()}
         texts = share_texts(world, json.dumps(own), "the metrics")
-        found = [cast("dict[str, float]", json.loads(text)) for text in texts]
+        found = [cast("dict[str, list[float]]", json.loads(text)) for text in texts]
         first = [each for rank, each in enumerate(found) if not rank % world.replicas]
         counted = found if shares else first
         names = dict.fromkeys(name for each in counted for name in each)
-        return {name: math.fsum(each.get(name, 0.0) for each in counted) for name in names}
+        # Exact, so that any number of replicas has the same sum.
+        return {
+            name: math.fsum(value for each in counted for value in each.get(name, ()))
+            for name in names
+        }

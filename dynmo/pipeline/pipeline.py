@@ -274,7 +274,7 @@ class Pipeline:
     def _start(self, resume: str | Path | None) -> float | None:
         """Makes the parts of a pipeline that starts or resumes."""
         world, model, options, saved = self._world, self._model, self._options, None
-        if isinstance(model, Sequential):
+        if isinstance(model, Sequential) and resume is None:
             _agree_on_modules(model, world)
         if resume is not None:
             saved = find_checkpoint(Path(resume), world)
@@ -486,7 +486,8 @@ class Pipeline:
         before = self.adapt() if adapt else ()
         if self.left:
             return before
-        cut_inputs, cut_targets = self._cut(inputs, targets)
+        with self._engine.attempt():
+            cut_inputs, cut_targets = self._cut(inputs, targets)
         work = self._model_flops.of(inputs)
         results = self._loop.advance(cut_inputs, cut_targets, self._rates(), keys, stop, work)
         self._optimizer.step()
@@ -609,7 +610,8 @@ class Pipeline:
         count = self.microbatches if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
-        cut_inputs, cut_targets = self._cut(inputs, targets, count)
+        with self._engine.attempt():
+            cut_inputs, cut_targets = self._cut(inputs, targets, count)
         if outputs and metrics is not None:
             raise InputError("evaluate returns outputs or metrics; call it once for each")
         collected = dict[int, object]() if outputs else None
@@ -1106,6 +1108,13 @@ def _agree_on_modules(model: Sequential, world: comm.World) -> None:
     differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
     if differs is not None:
         index, others = differs
+        were_used = torch.tensor([int(model.were_used)])
+        if int(world.everyone.largest(were_used, "whether layers were used before")):
+            raise ConfigError(
+                "these layers belong to a pipeline already, and each rank has trained its own; "
+                "make new layers, and give the new pipeline the weights: "
+                "second.load_state_dict(first.state_dict())"
+            )
         raise ConfigError(
             f"layer {index} has other shapes or weights on rank 0 than on {ranks_text(others)}; "
             "make the same modules on all ranks, after torch.manual_seed with one number"

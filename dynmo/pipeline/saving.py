@@ -77,6 +77,7 @@ def save_engine(
     extra: Mapping[str, Any],
 ) -> Saved:
     """Saves all layers and the state. All ranks call it together, after the last result."""
+    engine.pending.final.check_names()
     identity = engine.store.identity.with_code(cases).model_dump()
     extra = {**extra, "identity": identity}
     state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)

@@ -6,7 +6,8 @@ follow in a second tensor, whose length the lead states.
 
     lead    [n, number 1, ..., number 63]       n: number of all numbers
     rest    [number 64, ..., number n]          only if n > 63
-    numbers: ragged, and for each tensor: dtype, requires a gradient, dimensions, their sizes
+    numbers: ragged, and for each tensor: dtype, marks, dimensions, their sizes
+    marks: 1 if it requires a gradient, and 2 if it is an alias (`mark_alias`)
 """
 
 from __future__ import annotations
@@ -64,11 +65,22 @@ class Announcement(NamedTuple):
         spec: Dtypes and shapes.
         differentiable: Whether each tensor gets a gradient.
         ragged: Whether every message of the step has a header of its own.
+        aliases: Which tensors share memory with others where they were made.
     """
 
     spec: Spec
     differentiable: tuple[bool, ...]
     ragged: bool = False
+    aliases: tuple[bool, ...] = ()
+
+
+def mark_alias(tensor: Tensor) -> None:
+    """Notes that a write to a tensor would change others, were it not for a copy."""
+    tensor.dynmo_alias = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_alias(tensor: Tensor) -> bool:
+    return getattr(tensor, "dynmo_alias", False)
 
 
 def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
@@ -120,10 +132,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def encode(announced: Announcement) -> tuple[Tensor, ...]:
     """Returns the lead, and the rest if there is one."""
     assert len(announced.spec) <= MOST_TENSORS, "the layer checks this"
-    both = zip(announced.spec, announced.differentiable, strict=True)
+    aliases = announced.aliases or (False,) * len(announced.spec)
     numbers = [int(announced.ragged)]
-    for (dtype, shape), differentiable in both:
-        numbers += (_CODES[dtype], int(differentiable), len(shape), *shape)
+    for (dtype, shape), differentiable, alias in zip(
+        announced.spec, announced.differentiable, aliases, strict=True
+    ):
+        numbers += (_CODES[dtype], differentiable + 2 * alias, len(shape), *shape)
     numbers = [len(numbers), *numbers]
     lead = torch.tensor(numbers[:LEAD] + [0] * (LEAD - len(numbers)), dtype=torch.int64)
     return (
@@ -147,19 +161,21 @@ def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Announc
     tensors = list(_tensors(numbers[2 : numbers[0] + 1], what))
     spec = tuple((dtype, shape) for dtype, shape, _ in tensors)
     check_announced(bytes_of(spec), device, what)
-    return Announcement(spec, tuple(each for _, _, each in tensors), bool(numbers[1]))
+    marks = [each for _, _, each in tensors]
+    differentiable, aliases = (tuple(bool(each & bit) for each in marks) for bit in (1, 2))
+    return Announcement(spec, differentiable, bool(numbers[1]), aliases if any(aliases) else ())
 
 
-def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...], bool]]:
+def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...], int]]:
     at = 0
     while at < len(numbers):
-        code, differentiable, dimensions = (*numbers[at : at + 3], -1, -1)[:3]
+        code, marks, dimensions = (*numbers[at : at + 3], -1, -1)[:3]
         shape = tuple(numbers[at + 3 : at + 3 + max(0, dimensions)])
         if not 0 <= code < len(_BY_CODE) or len(shape) != dimensions or min(shape, default=0) < 0:
             raise _damaged(
                 what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}"
             )
-        yield _BY_CODE[code], shape, bool(differentiable)
+        yield _BY_CODE[code], shape, marks
         at += 3 + dimensions
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from dynmo.runtime.comm.headers import (
     Spec,
     bytes_of,
     decode,
+    mark_alias,
     on_wire,
     rest_of,
     room_for,
@@ -75,7 +75,7 @@ class Inbox:
         # A header that has landed does not mean that its message has.
         self._depth = depth
         self._spec: Spec | None = None
-        self._differentiable: tuple[bool, ...] = ()
+        self._announced: Announcement | None = None
         self._unposted = self._open = self._messages = 0
         # The next receive is that of the header before the first message of the step. The receives
         # of messages are posted behind it for the shape of the step before.
@@ -213,8 +213,7 @@ class Inbox:
         if self._awaits_header:
             (lead,) = self._land(microbatch)
             self._awaits_header = False
-            announced = self._read(lead, microbatch, first=True)
-            self._differentiable = announced.differentiable
+            announced = self._announced = self._read(lead, microbatch, first=True)
             if self.ragged:
                 self._drop_posted(microbatch)
                 self._spec, self._headed = None, True
@@ -222,12 +221,13 @@ class Inbox:
                 self._post(self._window())
                 return self._take_announced(announced, microbatch)
             self._expect(announced.spec, microbatch)
-        return _marked(self._land(microbatch), self._differentiable)
+        assert self._announced is not None
+        return _marked(self._land(microbatch), self._announced)
 
     def _take_announced(self, announced: Announcement, microbatch: int) -> tuple[Tensor, ...]:
         buffers = room_for(announced.spec, self._world.device)
         self._wait(self._receive(buffers), microbatch)
-        return _marked(buffers, announced.differentiable)
+        return _marked(buffers, announced)
 
     def _expect(self, spec: Spec, microbatch: int) -> None:
         """Posts receives for this step's shape."""
@@ -257,10 +257,13 @@ class Inbox:
         return announced
 
 
-def _marked(tensors: tuple[Tensor, ...], differentiable: Sequence[bool]) -> tuple[Tensor, ...]:
+def _marked(tensors: tuple[Tensor, ...], announced: Announcement) -> tuple[Tensor, ...]:
     """Returns the tensors. Those that get a gradient require one."""
-    for tensor, requires in zip(tensors, differentiable, strict=True):
+    for tensor, requires in zip(tensors, announced.differentiable, strict=True):
         tensor.requires_grad_(requires)
+    for tensor, alias in zip(tensors, announced.aliases, strict=False):
+        if alias:
+            mark_alias(tensor)
     return tensors
 
 

@@ -18,6 +18,7 @@ from dynmo.runtime.comm.headers import (
     Announcement,
     Spec,
     encode,
+    is_alias,
     on_wire,
     spec_of,
     tag_of,
@@ -78,7 +79,9 @@ class Outbox:
         fillers: tuple[Tensor, ...] = ()
         behind = tag_of(self.channel) + TAG_HEADERS * (self._is_first and not self._varying)
         if self._headed or self._is_first:
-            header = encode(Announcement(spec, tuple(t.requires_grad for t in tensors), ragged))
+            differentiable = tuple(t.requires_grad for t in tensors)
+            aliases = tuple(map(is_alias, tensors))
+            header = encode(Announcement(spec, differentiable, ragged, aliases))
             if self._is_first and not self._varying:
                 if ragged or spec != self._spec:
                     fillers = self._fillers()

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import RankDied, WaitTimeout
+from dynmo.errors import DynmoError, InputError, RankDied, WaitTimeout, place
 from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
@@ -128,6 +128,8 @@ class World:
     )
     home: dist.Store | None = field(default=None, repr=False, compare=False)
     is_outside: bool = field(default=False, repr=False, compare=False)
+    # The error of a rank that gave up, as it told it.
+    _told: str | None = field(default=None, repr=False, compare=False)
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
@@ -189,8 +191,8 @@ class World:
         """
         assert self.home is not None, "process groups of a program's own do not change"
         assert self.everyone is self, "all ranks are renewed at once"
-        self.close()
-        self._peers, self.is_outside = None, False
+        self._end_groups(failed=False)
+        self._peers, self.is_outside, self._told = None, False, None
         self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
         self._meet(join_timeout)
@@ -246,6 +248,13 @@ class World:
         """
         everyone = self.everyone
         atexit.unregister(everyone.close)  # `dynmo.init` registers it
+        self._end_groups(failed)
+        if everyone._threads_before is not None:
+            torch.set_num_threads(everyone._threads_before)
+            everyone._threads_before = None
+
+    def _end_groups(self, failed: bool) -> None:
+        everyone = self.everyone
         # The channels' threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
@@ -269,9 +278,6 @@ class World:
         for group in adopted:
             if group is not None:
                 dist.destroy_process_group(group)
-        if everyone._threads_before is not None:
-            torch.set_num_threads(everyone._threads_before)
-            everyone._threads_before = None
 
     def take_threads(self, threads: int) -> int:
         """Sets the number of threads on CPU until `close`. Returns the number before."""
@@ -585,8 +591,33 @@ class World:
         if interrupted:
             who = self.name_ranks(interrupted)
             raise RankDied(f"{me} ends, because {who} was interrupted") from error
+        self._raise_told(others, error)
         whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
+
+    def give_up(self, error: Exception) -> None:
+        """Ends this rank's groups after an error of its own, before all ranks know of it.
+
+        Ranks that wait for this one then raise the same error. All can go on by `renew`.
+        """
+        everyone = self.everyone
+        text = everyone._told or (
+            f"{everyone.describe_rank(everyone.rank)}: "
+            f"{'' if isinstance(error, DynmoError) else type(error).__name__ + ': '}"
+            f"{first_line(error)}{'' if isinstance(error, DynmoError) else place(error)}"
+        )
+        told = json.dumps({"input": isinstance(error, InputError), "text": text})
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            call_with_limit(1.0, lambda: everyone.store.set(f"gave up/{everyone.rank}", told))
+        self._end_groups(failed=True)
+
+    def _raise_told(self, others: Sequence[int], error: RuntimeError) -> None:
+        """Raises the error of a rank that has given up, if there is one among others."""
+        keys = [f"gave up/{self.global_rank(rank)}" for rank in others]
+        for at in find_present(self.store, keys):
+            told = json.loads(self.store.get(keys[at]))
+            self.everyone._told = told["text"]
+            raise (InputError if told["input"] else RankDied)(told["text"]) from error
 
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""

@@ -56,10 +56,16 @@ def fingerprint(batch: Tensor) -> Tensor:
     return ((total >> (63 - _BITS)) & ((1 << _BITS) - 1)) + 1
 
 
-def hashes_to_compare(
-    world: World, inputs: Inputs, targets: Targets
-) -> tuple[Tensor | None, Tensor | None]:
-    """Hashes a batch, unless this rank has its pipeline to itself."""
+# What ranks of a replica must be given alike.
+COMPARED = ("inputs", "targets", "numbers of rows")
+Hashes: TypeAlias = tuple[Tensor | int | None, ...]
+
+
+def hashes_to_compare(world: World, inputs: Inputs, targets: Targets) -> Hashes:
+    """Returns hashes of inputs and targets, and the number of rows, if it is known.
+
+    None if this rank has its pipeline to itself.
+    """
 
     def hashed(batch: Inputs | Targets) -> Tensor | None:
         if batch is None or world.size == 1:
@@ -68,7 +74,9 @@ def hashes_to_compare(
             return fingerprint(batch)
         return fingerprint(torch.stack([fingerprint(each) for each in tensors_of(batch)]))
 
-    return hashed(inputs), hashed(targets)
+    given = [x for x in (inputs, targets) if isinstance(x, Tensor) and x.dim() > 1]
+    rows = given[0].shape[0] * given[0].shape[1] if given and world.size > 1 else None
+    return hashed(inputs), hashed(targets), rows
 
 
 def is_ragged(inputs: Inputs) -> bool:
@@ -95,7 +103,7 @@ def find_difference(
     for replica in range(replicas):
         differing = list[str]()
         ranks = set[int]()
-        for name, row in zip(("inputs", "targets"), hashes, strict=True):
+        for name, row in zip(COMPARED, hashes, strict=True):
             given = {rank: row[rank] for rank in range(replica, len(row), replicas) if row[rank]}
             if len(set(given.values())) > 1:
                 differing.append(name)

@@ -11,7 +11,9 @@ What changes between steps is in `dynmo.pipeline.actions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -121,6 +123,8 @@ class Engine:
         )
         # Gradients wait for `update` or `discard`.
         self._halfway = False
+        # A rank has failed in a step, and messages may be under way that nobody takes.
+        self._must_mend = False
         # Batches of the steps that are not final, by step.
         self._batches: dict[int, StepBatch] = {}
         scaler = update.scaler or make_scaler(layers.dtype)
@@ -133,6 +137,52 @@ class Engine:
             copies=update.rollback == "exact" or not store.groups.inverts,
             explain=self._explained,
         )
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def attempt(self) -> Generator[None]:
+        """Runs what one rank may fail at while others wait for it.
+
+        If it fails, all ranks raise its error, and go on as before the step from their next call
+        on. No weight was changed.
+        """
+        self.mend()
+        try:
+            yield
+        except Exception as error:
+            self._halfway, self._must_mend = False, True
+            self.programs.clear()
+            if not self.pending.is_out:  # or the gradients are those of the step before
+                self.optimizer_step.drop_all_gradients()
+            if self.store.world.everyone.size > 1 and self._can_mend:
+                # A message under way that somebody holds would keep the groups, and the others
+                # would wait.
+                self.programs.relower()
+                _clear_frames(error)
+                self.store.world.give_up(error)
+            raise
+
+    @property
+    def _can_mend(self) -> bool:
+        everyone = self.store.world.everyone
+        return everyone.home is not None and self.store.experts is None
+
+    def mend(self) -> None:
+        """Has the ranks meet anew after an error on one of them."""
+        everyone = self.store.world.everyone
+        if not self._must_mend or everyone.size == 1:
+            return
+        if not self._can_mend or self.pending.is_out:
+            raise RunError(
+                "a step failed, and the ranks cannot go on from there; make the ranks anew, and "
+                "resume from a checkpoint"
+            )
+        self.programs.relower()
+        everyone.renew(everyone.rank, everyone.size, everyone.generation + 1, everyone.timeout)
+        self.store.renewed()
+        self.pending.reshaped()
+        self._must_mend = False
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -212,13 +262,15 @@ class Engine:
             record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
             self._batches.clear()
             return *pending.take_done(), record
-        check_batch(self.store, inputs, targets, self.store.layout.microbatches)
-        executor = self.programs.executor()
-        pending.begin()
-        is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-        step_output = self.programs.train(
-            executor, step, inputs, targets, keys, self.optimizer_step.scaler.scale, is_validated
-        )
+        with self.attempt():
+            check_batch(self.store, inputs, targets, self.store.layout.microbatches)
+            executor = self.programs.executor()
+            pending.begin()
+            is_validated = partial(pending.is_validated, executor) if pending.is_out else None
+            scale = self.optimizer_step.scaler.scale
+            step_output = self.programs.train(
+                executor, step, inputs, targets, keys, scale, is_validated
+            )
         step_output.work = work
         pending.end(step, step_output, lr, max_norm, flag)
         return pending.take_done()
@@ -231,16 +283,19 @@ class Engine:
         self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None = None
     ) -> StepOutput:
         """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
+        self.mend()
         store = self.pending.final
-        check_batch(store, inputs, targets, store.layout.microbatches)
         if self._halfway:
             raise RunError(
                 "forward_backward was called again before update or discard; a step's "
                 "microbatches are given all at once"
             )
-        step_output = self.programs.train(
-            self.programs.executor(), step, inputs, targets, keys, self.optimizer_step.scaler.scale
-        )
+        with self.attempt():
+            check_batch(store, inputs, targets, store.layout.microbatches)
+            scale = self.optimizer_step.scaler.scale
+            step_output = self.programs.train(
+                self.programs.executor(), step, inputs, targets, keys, scale
+            )
         self._halfway = True
         return step_output
 
@@ -251,7 +306,9 @@ class Engine:
         check_rates(lr, max_norm)
         self._halfway = False
         try:
-            record, failed = self.optimizer_step.update(step, step_output, lr, max_norm, flag)
+            record, failed = self.optimizer_step.update(
+                step, step_output, lr, max_norm, flag, self.attempt
+            )
         except NotFiniteError as error:
             raise self._explained(error) from None
         return self.pending.observed(record, failed)
@@ -298,29 +355,31 @@ class Engine:
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        check_batch(self.pending.final, inputs, targets, microbatches, outputs is None)
-        hashes = hashes_to_compare(self.store.world, inputs, targets)
+        self.mend()
+        store = self.pending.final
+        with self.attempt():
+            check_batch(store, inputs, targets, microbatches, outputs is None)
+            hashes = hashes_to_compare(self.store.world, inputs, targets)
+            own = self.programs.evaluate(inputs, targets, microbatches, keys, outputs, observe)
         world, ranks = self.store.world, self.store.world.everyone.size
-        table = torch.zeros(4, ranks, dtype=torch.float64)
-        table[0, world.replica], table[1, world.replica] = self.programs.evaluate(
-            inputs, targets, microbatches, keys, outputs, observe
-        )
-        for row, value in zip(table[2:], hashes, strict=True):
+        replicas = world.replicas if shares else 1
+        table = torch.zeros(2 * replicas * microbatches + len(hashes) * ranks, dtype=torch.float64)
+        losses = table[: 2 * replicas * microbatches].view(2, replicas, microbatches)
+        rows = table[losses.numel() :].view(-1, ranks)
+        if shares or not world.replica:
+            losses[:, world.replica] = own
+        for row, value in zip(rows, hashes, strict=True):
             if value is not None:
                 row[world.everyone.rank] = value
         (world.everyone if shares else FirstReplica(world)).sum(table, "the evaluation to end")
-        losses, counts, *rows = table
-        difference = find_difference(
-            "the evaluation", [row.tolist() for row in rows], world.replicas
-        )
+        difference = find_difference("the evaluation", rows.tolist(), world.replicas)
         if difference is not None:
             raise difference
-        if outputs is None and not counts.any():
+        if outputs is None and not losses[1].any():
             raise InputError(
                 "the evaluation: no target of the whole batch is counted (all labels are -100?)"
             )
-        replicas = world.replicas if shares else 1
-        return joined(losses[:replicas], counts[:replicas].tolist(), self.model.sums)
+        return joined(losses[0].reshape(-1), losses[1].reshape(-1).tolist(), self.model.sums)
 
     # -- measurements ------------------------------------------------------------------------------
 
@@ -350,6 +409,12 @@ class Engine:
     def digest(self) -> str:
         """Returns the SHA-256 of all weights, or raises RunError if replicas differ."""
         return weights_digest(self.pending.final)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _check(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import Inputs, Targets, is_ragged
+from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, Targets, is_ragged
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
-from dynmo.runtime.layer.buffers import BufferSet
+from dynmo.runtime.layer.buffers import Copies
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
@@ -43,8 +43,8 @@ class StepOutput:
 
     Attributes:
         losses: Losses of the microbatches, on the last stage.
-        hashes: Hash of the inputs and of the targets that this rank was given. None if it was given
-            none, or if no other rank of its replica could be given another.
+        hashes: Numbers that tell the batch that this rank was given (`COMPARED`). None if it was
+            given none, or if no other rank of its replica could be given another.
         counts: Number of targets that the loss of each microbatch counts, on the last stage.
         work: Operations of this replica's batch, as the caller counts them, on the first stage.
         router_losses: What routers add to the losses, on the last stage of a model that has them.
@@ -52,7 +52,7 @@ class StepOutput:
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     intervals: list[Interval] = field(default_factory=list[Interval])
-    hashes: tuple[Tensor | None, Tensor | None] = (None, None)
+    hashes: Hashes = (None,) * len(COMPARED)
     counts: Sequence[float] = ()
     work: Tensor | float = 0.0
     router_losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -72,9 +72,7 @@ class Executor:
     ) -> None:
         self.program, self.stages = program, stages
         self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
-        self.buffers = BufferSet(
-            layer.module for stage in stages.values() for layer in stage.layers
-        )
+        self._buffers = [layer.buffers for stage in stages.values() for layer in stage.layers]
 
     def run(
         self,
@@ -95,12 +93,11 @@ class Executor:
                 stage.begin()
                 if ragged:
                     stage.expect_ragged()
-            before = None if is_validated is None else self.buffers.copies()
+            before = [] if is_validated is None else self.copies()
             self.streams.fork()
             step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
             if step_output is None:
-                assert before is not None
-                self.buffers.restore(before)
+                self.restore(before)
                 step_output = _ProgramRun(self, step, inputs, targets, training).run(None)
                 assert step_output is not None
             self.streams.join()
@@ -109,6 +106,14 @@ class Executor:
         finally:
             if collecting:
                 gc.enable()
+
+    def copies(self) -> list[Copies]:
+        """Returns copies of what forwards write to."""
+        return [buffers.copies() for buffers in self._buffers]
+
+    def restore(self, copies: list[Copies]) -> None:
+        for buffers, values in zip(self._buffers, copies, strict=True):
+            buffers.restore(values)
 
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""

@@ -52,7 +52,7 @@ def explained(
             )
             found.append(place)
 
-    before = executor.buffers.copies()
+    before = executor.copies()
     for stage in executor.stages.values():
         stage.look = look
     try:
@@ -60,7 +60,7 @@ def explained(
     finally:
         for stage in executor.stages.values():
             stage.look = None
-        executor.buffers.restore(before)
+        executor.restore(before)
     place = _first(store, found)
     return RunError(f"{error.what}. {_text(store, place)}. {error.advice}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
 
@@ -38,13 +39,24 @@ class OptimizerStep:
         self.scaler, self.clip_scope = scaler, clip_scope
 
     def update(
-        self, step: int, step_output: StepOutput, lr: Rates, max_norm: float, flag: int
+        self,
+        step: int,
+        step_output: StepOutput,
+        lr: Rates,
+        max_norm: float,
+        flag: int,
+        attempt: Callable[[], AbstractContextManager[None]],
     ) -> tuple[StepRecord, str | None]:
-        """Applies the step that all ranks agree on. Returns the obstacle to it, too."""
-        self.prepare()
-        table = self.table.once(self.table.own(step_output, flag))
-        everyone = self._store.world.everyone
-        everyone.sum(table, "the step to end on every rank")
+        """Applies the step that all ranks agree on. Returns the obstacle to it, too.
+
+        Args:
+            attempt: Runs what comes before the ranks agree (`Engine.attempt`).
+        """
+        with attempt():
+            self.prepare()
+            table = self.table.once(self.table.own(step_output, flag))
+            everyone = self._store.world.everyone
+            everyone.sum(table, "the step to end on every rank")
         result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
         error = self.table.wrong_batch(step, table)
@@ -137,9 +149,12 @@ class OptimizerStep:
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
+        self.drop_all_gradients()
+        self.observe()
+
+    def drop_all_gradients(self) -> None:
         for layer in self._store.layers.values():
             layer.module.zero_grad()
-        self.observe()
 
     def observe(self) -> None:
         self._profiler.observe(self._store.layers.values())

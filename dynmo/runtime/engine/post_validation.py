@@ -64,6 +64,7 @@ class PostValidation:
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
         self._failure: DynmoError | None = None
+        self._failed_step: int | None = None
         self._begun = 0.0  # when the program started that now runs
 
     @property
@@ -148,10 +149,11 @@ class PostValidation:
 
     def _is_validated(self) -> bool:
         """Acts on the verdict. Returns False if the step was not made as assumed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         assert pending is not None
         end = self._end
         table = self._ring.verdict()
+        self._pending = None
         result = end.table.read(pending.step, table, pending.step_output, end.scaler.scale)
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
         wrong = end.table.wrong_batch(pending.step, table)
@@ -174,7 +176,9 @@ class PostValidation:
             elif failed == MISMATCHED:
                 self._failure = wrong
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
-        if self._failure is None:
+        if self._failure is not None:
+            self._failed_step = pending.step
+        else:
             end.scaler.observe(failed != NON_FINITE)
         for optimizer in self._store.optimizers.values():
             optimizer.forget()
@@ -187,6 +191,11 @@ class PostValidation:
         failure, self._failure = self._failure, None
         assert failure is not None
         raise self._explain(failure)
+
+    def take_failed(self) -> int | None:
+        """Returns the step whose error was raised last, once. It has changed nothing."""
+        step, self._failed_step = self._failed_step, None
+        return step
 
     def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
         """Records a step with a barrier as its verdict would have been, for the policy."""

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
-from dynmo.models.loss import counts_of, joined
+from dynmo.models.loss import counts_of
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import Inputs, Targets, hashes_to_compare
@@ -61,6 +62,12 @@ class Programs:
         self._training = None
         self._evaluators.clear()
 
+    def clear(self) -> None:
+        """Drops what a failed run has left in the layers."""
+        for executor in (self._training, *self._evaluators.values()):
+            if executor is not None:
+                executor.clear()
+
     def executor(self, schedule: Schedule | None = None) -> Executor:
         """Returns the executor of the training program.
 
@@ -93,7 +100,7 @@ class Programs:
         counts = self._count(executor, targets)
         executor.scale_loss(scale)
         hashes = hashes_to_compare(store.world, inputs, targets)
-        self._note_modes()
+        self._look_at_layers(between_steps=is_validated is None)
         with self._running(keys, training=True):
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes, step_output.counts = hashes, counts
@@ -113,10 +120,10 @@ class Programs:
         keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
         observe: Callable[[Any, Any], None] | None = None,
-    ) -> tuple[float, float]:
-        """Returns the mean loss of this replica's microbatches, and how many targets it counts.
+    ) -> Tensor:
+        """Returns the loss of each of this replica's microbatches, and its counted targets.
 
-        Both are 0 on ranks without the last stage.
+        float64 [2, microbatches]. All are 0 on ranks without the last stage.
         """
         executor = self._evaluator(microbatches)
         counts = self._count(executor, targets, shares=False)
@@ -130,12 +137,11 @@ class Programs:
             stage.collected = stage.observe = None
         for layer in self._store.layers.values():
             layer.marks.clear()
-        losses = step_output.losses
-        if not losses:
-            return 0.0, 0.0
-        counts = counts or [1.0] * len(losses)
-        mean = joined(torch.stack(losses).double(), counts, self._store.model.sums)
-        return mean, sum(counts)
+        table = torch.zeros(2, microbatches, dtype=torch.float64)
+        if step_output.losses:
+            table[0] = torch.stack(step_output.losses)
+            table[1] = torch.tensor(counts or [1.0] * microbatches)
+        return table
 
     def _count(self, executor: Executor, targets: Targets, shares: bool = True) -> list[float]:
         """Counts the targets of each microbatch, and weighs the losses by them.
@@ -171,10 +177,10 @@ class Programs:
             )
         return self._evaluators[microbatches]
 
-    def _note_modes(self) -> None:
-        """Forgets what was known of layers whose modules have changed their modes."""
+    def _look_at_layers(self, between_steps: bool) -> None:
+        """Refuses what would not train, and forgets what was known of layers in other modes."""
         store = self._store
-        changed = [index for index, layer in store.layers.items() if layer.note_modes()]
+        changed = [index for index, layer in store.layers.items() if layer.look(between_steps)]
         if store.outputs.limit:
             # A kept output depends on the layers of earlier ranks, too.
             first = torch.tensor([-min(changed, default=store.model.layers)])

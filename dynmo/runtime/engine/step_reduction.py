@@ -21,7 +21,7 @@ from torch import Tensor
 from dynmo.errors import InputError
 from dynmo.models.loss import joined
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import find_difference
+from dynmo.runtime.engine.batch_check import COMPARED, find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.engine.peak_memory import peak_bytes
@@ -29,7 +29,9 @@ from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.op import Kind
 
-_ROWS = 9
+# F, B, W, span, flag, what is compared, memory and work.
+_ROWS = 7 + len(COMPARED)
+_HASHES = slice(5, 5 + len(COMPARED))
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class StepReduction:
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
 
-        The rows are F, B, W, span, flag, the hashes of inputs and targets, memory, and work.
+        The rows are F, B, W, span, flag, `COMPARED`, memory, and work.
         """
         layers, losses = self._store.model.layers, self._losses_end
         both = table[layers:losses].view(self._sums, -1)
@@ -154,9 +156,9 @@ class StepReduction:
             for at, value in enumerate(step_output.hashes, 5):
                 if value is not None:
                     column[at] = value
-            column[7] = memory
+            column[-2] = memory
             if rank == layout.stage_ranks[0]:
-                column[8] = float(step_output.work)
+                column[-1] = float(step_output.work)
         return table
 
     def wrong_batch(self, step: int, table: Tensor) -> InputError | None:
@@ -167,7 +169,7 @@ class StepReduction:
                 f"step {step}: no target of the whole batch is counted (all labels are -100?); "
                 "nothing was updated"
             )
-        hashes = rest[5:7].tolist()
+        hashes = rest[_HASHES].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
     def once(self, table: Tensor) -> Tensor:
@@ -189,7 +191,8 @@ class StepReduction:
     ) -> StepRecord:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
-        *kinds, spans, flags, _, _, memory, work = rest.tolist()
+        *kinds, spans, flags = rest[: _HASHES.start].tolist()
+        memory, work = rest[_HASHES.stop :].tolist()
         forward, backward, weights = map(math.fsum, kinds)
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         counts = losses[1].tolist()

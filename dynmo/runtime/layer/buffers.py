@@ -1,4 +1,4 @@
-"""Copies of the buffers that forwards write to.
+"""Copies of the buffers that forwards write to, and of the generators that they draw from.
 
 A forward can run again from them. Buffers are copied and compared by value. A tensor's `_version`
 is not enough: torch's batch norm does not raise it, nor do writes through `.data` or numpy. Buffers
@@ -20,9 +20,15 @@ from dynmo.kernels.sparse_linear import encodes_sparsity
 # Integers of an element's size, in bytes. A complex number of 16 bytes is two of 8.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
+# Elements that are added at once. It limits the memory.
+_PART = 1 << 20
+
 
 class BufferKey(NamedTuple):
-    """Identifies a buffer: place of its owner among the modules, and its name there."""
+    """Identifies a buffer: place of its owner among the modules, and its name there.
+
+    The generators have the place behind all modules.
+    """
 
     owner: int
     name: str
@@ -33,9 +39,18 @@ Copies = Mapping[BufferKey, Tensor | None]
 
 
 class BufferSet:
-    """The buffers of some modules, as long as these keep their submodules."""
+    """The buffers of some modules, as long as these keep their submodules.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    Args:
+        generators: Generators of their own, by name. Their states count as buffers.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        generators: Mapping[str, torch.Generator] | None = None,
+    ) -> None:
+        self.generators = dict(generators or {})
         named = [pair for module in modules for pair in module.named_modules()]
         self._owners, self._prefixes = [part for _, part in named], [prefix for prefix, _ in named]
 
@@ -44,6 +59,19 @@ class BufferSet:
             for name, buffer in owner._buffers.items():
                 if buffer is not None and not encodes_sparsity(owner, name):
                     yield BufferKey(place, name), buffer
+        for name, generator in self.generators.items():
+            yield BufferKey(len(self._owners), name), generator.get_state()
+
+    def _get(self, key: BufferKey) -> Tensor | None:
+        if key.owner == len(self._owners):
+            return self.generators[key.name].get_state()
+        return self._owners[key.owner]._buffers.get(key.name)
+
+    def _set(self, key: BufferKey, value: Tensor | None) -> None:
+        if key.owner < len(self._owners):
+            self._owners[key.owner]._buffers[key.name] = value
+        elif value is not None:
+            self.generators[key.name].set_state(value)
 
     def copies(self, persistent: bool = False) -> Copies:
         return {
@@ -51,7 +79,10 @@ class BufferSet:
         }
 
     def _is_persistent(self, key: BufferKey) -> bool:
-        return key.name not in self._owners[key.owner]._non_persistent_buffers_set
+        return (
+            key.owner == len(self._owners)
+            or key.name not in self._owners[key.owner]._non_persistent_buffers_set
+        )
 
     def written(self, before: Copies, waits: bool = True) -> Copies:
         """Returns the earlier values (`copies`) of the buffers that have other values now.
@@ -77,6 +108,8 @@ class BufferSet:
         return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
 
     def name_of(self, key: BufferKey) -> str:
+        if key.owner == len(self._owners):
+            return key.name
         return f"{self._prefixes[key.owner]}.{key.name}".lstrip(".")
 
     def restore(self, copies: Copies) -> None:
@@ -85,14 +118,15 @@ class BufferSet:
             for key, buffer in self._pairs(copies):
                 copy = copies.get(key)
                 if (
-                    copy is not None
+                    key.owner < len(self._owners)
+                    and copy is not None
                     and buffer is not None
                     and copy.shape == buffer.shape
                     and copy.dtype == buffer.dtype
                 ):
                     buffer.copy_(copy)
                 else:
-                    self._owners[key.owner]._buffers[key.name] = copy
+                    self._set(key, copy)
 
     def versions(self) -> dict[BufferKey, tuple[Tensor, int]]:
         """Returns every buffer with autograd's count of the writes to it."""
@@ -101,21 +135,21 @@ class BufferSet:
     def renew(self, keys: Iterable[BufferKey]) -> None:
         """Puts equal tensors in the buffers' places. Graphs keep the old ones as they are."""
         for key in keys:
-            buffer = self._owners[key.owner]._buffers.get(key.name)
+            buffer = self._get(key)
             if buffer is not None:
-                self._owners[key.owner]._buffers[key.name] = buffer.detach().clone()
+                self._set(key, buffer.detach().clone())
 
     @contextmanager
     def replaced(self, copies: Copies) -> Generator[None]:
         """Replaces the buffers by copies within the context, where writes are lost."""
-        now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
+        now = {key: self._get(key) for key in copies}
         try:
             for key, copy in copies.items():
-                self._owners[key.owner]._buffers[key.name] = None if copy is None else copy.clone()
+                self._set(key, None if copy is None else copy.clone())
             yield
         finally:
             for key, buffer in now.items():
-                self._owners[key.owner]._buffers[key.name] = buffer
+                self._set(key, buffer)
 
 
 def _is_same(before: Tensor | None, now: Tensor | None) -> bool:
@@ -130,6 +164,13 @@ def has_same_bits(a: Tensor, b: Tensor) -> bool:
     """
     plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
     return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Returns a number that a write to the tensor nearly always changes. Waits for its device."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return 0
+    return sum(int(part.sum(dtype=torch.int64)) for part in _bits(tensor).split(_PART))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ microbatch decides for all whose messages its header announces (`Layer._like_fir
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -38,18 +38,23 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
-from dynmo.kernels.split import WeightTape, WeightWork, splits, used_twice
+from dynmo.kernels.split import WeightTape, WeightWork, splits, used_leaves
 from dynmo.kernels.torch_private import FunctionBase, reshape_unsafe, run_backward
+from dynmo.models.reach import generators_of, modules_of
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, obstacle, spec_of
+from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, is_alias, mark_alias, obstacle, spec_of
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits
-from dynmo.runtime.layer.modes import evaluating_parts
+from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits, sum_of_bits
+from dynmo.runtime.layer.census import Census
 from dynmo.runtime.layer.pieces import Cutter, mean_loss, piece_inputs
 from dynmo.runtime.layer.plain_state import PlainState
+from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
 from dynmo.schedule.op import Kind
 
 _logger = logging.getLogger(__name__)
+
+# Prefixes of what `Layer.beside` returns.
+_GENERATOR, _LOSS = "generator ", "loss "
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
@@ -88,11 +93,12 @@ class Layer:
     Args:
         seed: Seed of the run. With step, index and microbatch it seeds the module's random numbers.
         compiles: Whether torch.compile runs the code between its linears.
-        checks_state: Whether to refuse a module whose output depends on plain attributes that it
-            writes to.
         first_microbatch: Index in the batch of this replica's first microbatch.
         groups: Adds up its gradients. None: they add up in `.grad`, and nobody is told when they
             are complete.
+        others: Finds the tensors of other layers, which neither the layer nor the loss may read.
+            None, on shapes alone, refuses nothing that a module does.
+        loss: The model's loss, if this is the last layer.
 
     Attributes:
         warns: Whether to warn if most of its weight gradients cannot wait for W.
@@ -100,24 +106,36 @@ class Layer:
 
     warns = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         index: int,
         module: nn.Module,
         clock: Clock,
         seed: int,
         compiles: bool = False,
-        checks_state: bool = False,
         *,
         first_microbatch: int = 0,
         groups: AccumulationGroups | None = None,
+        others: Others | None = None,
+        loss: object = None,
     ) -> None:
         self.index, self.module = index, module
+        self.name = f"layer {index} ({type(module).__name__})"
+        self.census = Census(self.name, module)
+        self._others = others
+        self._reads = None if others is None else Reads(self.name, module, others)
+        self._loss_reads = (
+            None if others is None or loss is None else Reads("the loss", loss, others)
+        )
         self._clock, self._seed = clock, seed
         self._first_microbatch, self._groups = first_microbatch, groups
         self._saved: dict[int, _Saved] = {}
-        self._recompute, self._checks_state = False, checks_state
-        self.buffers = BufferSet([module])
+        self._recompute = False
+        # The loss runs in the last layer, so its state is that of the layer.
+        losses = [part for _, part in modules_of(loss)][:1]
+        self.buffers = BufferSet([module, *losses], generators_of(module, loss))
+        self._loss = losses[0] if losses else None
+        self._loss_before = {name: b.clone() for name, b in self._loss_buffers.items()}
         # Buffers that F writes to in place, so that autograd counts the write. The layer's first F
         # finds them.
         self._writes_in_place: set[BufferKey] = set()
@@ -126,6 +144,10 @@ class Layer:
         # F writes to its inputs in place, by (keeps a graph, training). The entries may differ. A
         # layer's first F of each kind finds out.
         self._writes_inputs: dict[tuple[bool, bool], bool] = {}
+        # Whether F writes to weights, and whether it has in this program. A write that repeats what
+        # it did (clamp, a mask) changes nothing any more.
+        self._writes_weights: bool | None = None
+        self._has_written = False
         # Modules in evaluation mode at the last step that trained. None before that.
         self._evaluating: list[str] | None = None
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
@@ -136,6 +158,8 @@ class Layer:
         # ragged, the key is the shapes of the inputs.
         self._outputs_like: dict[Spec, tuple[Spec, tuple[bool, ...]]] = {}
         self._ragged = False
+        # Which outputs have required a gradient so far. Empty before the first step.
+        self._have_trained: list[bool] = []
         # Whether some input had no gradient in the first microbatch of the program that runs.
         self._marks_missing: bool | None = None
         # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
@@ -171,13 +195,44 @@ class Layer:
         """Recomputes the activations in B from the next F on. For use between steps."""
         self._recompute = recompute
 
+    @property
+    def _loss_buffers(self) -> dict[str, Tensor]:
+        return {} if self._loss is None else dict(self._loss.named_buffers())
+
+    def beside(self) -> dict[str, Tensor]:
+        """Returns state that no module of the layer has: of generators, and of the loss.
+
+        A buffer of the loss counts if a forward has written to it.
+        """
+        states = {
+            f"{_GENERATOR}{name}": generator.get_state()
+            for name, generator in self.buffers.generators.items()
+        }
+        return states | {
+            f"{_LOSS}{name}": buffer
+            for name, buffer in self._loss_buffers.items()
+            if not has_same_bits(buffer, self._loss_before[name])
+        }
+
+    def put_beside(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `beside` returned."""
+        for key, value in state.items():
+            if (name := key.removeprefix(_GENERATOR)) in self.buffers.generators:
+                self.buffers.generators[name].set_state(value.cpu())
+            elif (name := key.removeprefix(_LOSS)) in self._loss_buffers:
+                self._loss_buffers[name].copy_(value)
+
     def begin(self) -> None:
         """Begins a program: its first microbatch sets the shapes of all messages."""
         self._ragged = False
         self._outputs_like.clear()
         self._marks_missing = None
+        self._has_written = False
         if self._groups is not None:
             self._groups.begin()
+        for reads in (self._reads, self._loss_reads):
+            if reads is not None:
+                reads.begin()
 
     def expect_ragged(self) -> None:
         """Allows inputs of several shapes in this program, since each message has a header."""
@@ -188,10 +243,15 @@ class Layer:
         self._measured_size = None
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
+        self._have_trained.clear()
 
-    def note_modes(self) -> bool:
-        """Returns whether the modes have changed since the last step, and measures anew then."""
-        before, self._evaluating = self._evaluating, evaluating_parts(self.module)
+    def look(self, between_steps: bool) -> bool:
+        """Returns whether the modes have changed since the last step, and measures anew then.
+
+        Raises:
+            ConfigError: `Census.look` finds what would not train.
+        """
+        before, self._evaluating = self._evaluating, self.census.look(between_steps)
         if changed := before not in (None, self._evaluating):
             self.forget_sizes()
         return changed
@@ -220,8 +280,8 @@ class Layer:
         Raises:
             RunError: The layer's output cannot travel, has another shape than that of the first
                 microbatch or a gradient that it lacked, or the layer writes to its inputs.
-            ConfigError: With `checks_state`, the output depends on plain attributes that F writes
-                to.
+            ConfigError: The output depends on plain attributes that F writes to, or another layer's
+                tensor is read, unless `others` is None.
         """
         start = self._clock.mark()
         self._seed_forward(inputs[0].device, step, microbatch)
@@ -229,7 +289,7 @@ class Layer:
             with torch.no_grad():
                 outputs = (self._forward_pieces(inputs, pieces),)
         elif graph:
-            given = tuple(x.detach().requires_grad_(need_input and x.requires_grad) for x in inputs)
+            given = tuple(_requiring(x, need_input and x.requires_grad) for x in inputs)
             outputs = (
                 self._keep_for_pieces(microbatch, given, step, pieces)
                 if pieces is not None
@@ -237,13 +297,16 @@ class Layer:
             )
         else:
             with torch.no_grad():
-                outputs = self._like_first(microbatch, inputs, self._call(inputs, finish, False))
+                outputs = self._call(inputs, finish, False)
+                outputs = self._like_first(microbatch, inputs, outputs, graph)
             if not self.output_bytes:
                 self.output_bytes = _bytes(outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
-    def _like_first(self, microbatch: int, inputs: Tensors, outputs: Tensors) -> Tensors:
+    def _like_first(
+        self, microbatch: int, inputs: Tensors, outputs: Tensors, graph: bool
+    ) -> Tensors:
         """Returns the outputs. Those that had a gradient in the first microbatch require one.
 
         In a ragged batch, the first microbatch with inputs of the same shapes counts. Outputs that
@@ -258,8 +321,10 @@ class Layer:
             return outputs
         spec, found = spec_of(outputs), tuple(y.requires_grad for y in outputs)
         like = spec_of(inputs) if self._ragged else ()
-        first_spec, first = self._outputs_like.setdefault(like, (spec, found))
-        what = f"layer {self.index} ({type(self.module).__name__}) returned"
+        if like not in self._outputs_like:
+            self._outputs_like[like] = spec, self._may_train(outputs) if graph else found
+        first_spec, first = self._outputs_like[like]
+        what = f"{self.name} returned"
         if spec != first_spec:
             raise RunError(
                 f"{what} {_described(spec)} in microbatch {microbatch}, and "
@@ -274,9 +339,23 @@ class Layer:
                 "in the first of the step; let it require one in all"
             )
         return tuple(
-            y if now == before else y.detach().requires_grad_()
+            y if now == before else _requiring(y)
             for y, now, before in zip(outputs, found, first, strict=True)
         )
+
+    def _may_train(self, outputs: Tensors) -> tuple[bool, ...]:
+        """Returns which outputs require a gradient, or have in an earlier step.
+
+        A layer may hand on its input now and then, which is a constant behind frozen layers. If
+        nothing of a layer that trains requires a gradient, all floats may in another microbatch.
+        """
+        found = [y.requires_grad for y in outputs]
+        if len(self._have_trained) == len(found):
+            found = [now or before for now, before in zip(found, self._have_trained, strict=True)]
+        elif not any(found) and any(p.requires_grad for p in self.module.parameters()):
+            found = [y.is_floating_point() for y in outputs]
+        self._have_trained = found
+        return tuple(found)
 
     def _forward_for_backward(
         self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None
@@ -294,7 +373,7 @@ class Layer:
         # The backward of an earlier microbatch may need the buffers that this F writes to.
         self.buffers.renew(self._writes_in_place)
         versions = {} if self._measured else self.buffers.versions()
-        state = PlainState(self.module) if self._checks_state and not self._measured else None
+        state = PlainState(self.module) if self._others and not self._measured else None
         outputs = (
             self._call(inputs, finish, True)
             if self._recompute
@@ -310,18 +389,14 @@ class Layer:
             self._check_repeats(written, outputs, rerun)
         # The loss gets a gradient even if it requires none. Its graph is then empty.
         is_last = finish is not None
-        given = outputs if is_last else self._like_first(microbatch, inputs, outputs)
+        given = outputs if is_last else self._like_first(microbatch, inputs, outputs, graph=True)
         differentiable = tuple(is_last or y.requires_grad for y in given)
         # Only the graph is kept. Tensors that it has not saved may go.
         graph = rerun if self._recompute else _roots(outputs, differentiable)
         self._saved[microbatch] = _Saved(leaves, measured, graph, differentiable, buffers)
         # With recompute the graph goes here. Without it, outputs keep their graph. Their users
         # detach them (the next layer) or only read (a channel, the loss account).
-        return (
-            tuple(y.detach().requires_grad_(y.requires_grad) for y in given)
-            if self._recompute
-            else given
-        )
+        return tuple(_requiring(y, y.requires_grad) for y in given) if self._recompute else given
 
     def _forward_pieces(self, inputs: Tensors, pieces: Cutter) -> Tensor:
         cut = list(pieces(inputs[0]))
@@ -364,7 +439,7 @@ class Layer:
             given = piece_inputs(self.module, inputs, piece.tokens)
             outputs = self._call(given, piece.finish, True)
             if not losses and not self._measured:
-                self.tape.whole = used_twice(outputs)
+                self._look_at_graph(outputs, ends=True)
             losses.append(outputs[0].detach())
             shares.append(piece.share)
             _run_graph(_roots(outputs, (True,)), (gradient * piece.share,))
@@ -377,7 +452,9 @@ class Layer:
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Returns whether the last F drew from torch's generator of the device."""
+        """Returns whether the last F drew random numbers, or could have."""
+        if self.buffers.generators:
+            return True
         generator = generator_of(device)
         after = generator.get_state()
         self._seed_forward(device, step, microbatch)
@@ -394,33 +471,73 @@ class Layer:
         copies = self._writes_inputs.get(mode, True)
         given = tuple(x.clone() for x in inputs) if copies else inputs
         versions = [x._version for x in given]
-        outputs = self._outputs(given, finish)
-        if mode not in self._writes_inputs:
-            self._writes_inputs[mode] = any(map(_differs, inputs, given))
+        # The first run of each mode looks at writes.
+        looks = mode not in self._writes_inputs
+        notes = graph and self._others is not None and self._writes_weights is not False
+        weights = _sums(self.module) if notes else None
+        outputs = self._outputs(given, finish, inputs if looks else None)
+        if weights is not None:
+            self._note_writes(weights)
+        if looks:
+            written = [_differs(x, copy) for x, copy in zip(inputs, given, strict=True)]
+            self._writes_inputs[mode] = any(written)
+            for at, x in enumerate(inputs):
+                if written[at] and is_alias(x):
+                    raise ConfigError(
+                        f"{self.name} writes to its input {at} in place, which shares memory with "
+                        "another tensor that an earlier layer handed on or keeps, and would change "
+                        "that, too; let it compute with a copy"
+                    )
         elif not copies and versions != [x._version for x in given]:
             raise RunError(
-                f"layer {self.index} ({type(self.module).__name__}) writes to its input in place, "
+                f"{self.name} writes to its input in place, "
                 "which it did not in its first "
                 "microbatch, and which is needed as it was; let it compute with a copy"
             )
         return outputs
 
-    def _outputs(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+    def _note_writes(self, before: dict[str, int]) -> None:
+        """Raises ConfigError if F writes to a weight again and again, ahead of the B's."""
+        after = _sums(self.module)
+        written = next((name for name, value in after.items() if before.get(name) != value), None)
+        if written is not None and self._has_written:
+            raise ConfigError(
+                f"{self.name}: its forward writes to its parameter {written!r} each time it runs, "
+                "but the forwards of several microbatches run before a backward; keep what changes "
+                "in a buffer, or write to the parameter between steps"
+            )
+        self._has_written = written is not None
+        self._writes_weights = bool(self._writes_weights) or self._has_written
+
+    def _outputs(
+        self,
+        inputs: Tensors,
+        finish: Callable[[Tensor], Tensor] | None,
+        originals: Tensors | None,
+    ) -> Tensors:
+        """Runs the module, and marks outputs that are aliases if there are originals.
+
+        Args:
+            originals: What the inputs are copies of.
+        """
         try:
-            out = self._run(*inputs)
+            out = self._run(*inputs) if self._reads is None else self._reads.run(self._run, *inputs)
             if finish is not None:
-                out = finish(out)
-            return self._handed_on(out)
+                out = finish(out) if self._loss_reads is None else self._loss_reads.run(finish, out)
+            outputs = self._handed_on(out)
+            if originals is not None and finish is None and self._others is not None:
+                kept = [x for x, given in zip(inputs, originals, strict=True) if is_alias(given)]
+                kept += [*self.module.parameters(), *self.module.buffers()]
+                mark_aliases(as_tuple(out), outputs, kept)
+            return outputs
         except Exception as error:
             error.add_note(f"in F of layer {self.index}")
             raise
 
     def _handed_on(self, out: object) -> Tensors:
         """Returns the module's outputs contiguous, as a message would arrive."""
-        outputs = cast(
-            "tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,)
-        )
-        what = f"layer {self.index} ({type(self.module).__name__}) returned"
+        outputs = as_tuple(out)
+        what = f"{self.name} returned"
         if len(outputs) > MOST_TENSORS:
             raise RunError(
                 f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let "
@@ -458,7 +575,7 @@ class Layer:
         state = PlainState(self.module)
         if not all(map(has_same_bits, outputs, rerun())):
             raise ConfigError(
-                f"layer {self.index} ({type(self.module).__name__}): its forward writes to its "
+                f"{self.name}: its forward writes to its "
                 f"attribute {written!r} and has another "
                 "output when it runs again. Such state is neither moved, saved nor put back; keep "
                 "it in a buffer (register_buffer)"
@@ -469,21 +586,28 @@ class Layer:
         """Runs `_call`. Counts the bytes that autograd keeps for the largest microbatch."""
         if not self._is_largest(inputs):
             return self._call(inputs, finish, True)
-        own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
+        own = {storage_of(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
-            if _storage(tensor) not in own:
+            if storage_of(tensor) not in own:
                 kept.append(tensor)
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish, True)
-        self.tape.whole = used_twice(outputs)
+        self._look_at_graph(outputs, ends=finish is not None)
         kept_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
         self.activation_bytes = max(self.activation_bytes, kept_bytes)
         self.output_bytes = max(self.output_bytes, _bytes(outputs))
         return outputs
+
+    def _look_at_graph(self, outputs: Tensors, ends: bool) -> None:
+        by_module, by_itself = used_leaves(outputs)
+        self.tape.whole = frozenset(by_module & by_itself)
+        if self._others is not None:
+            who = f"{self.name} or the loss" if ends else self.name
+            check_leaves(who, by_module | by_itself, self.module, self._others)
 
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
         """Runs B, and W too unless `deferred`.
@@ -613,6 +737,10 @@ class Layer:
         self.marks.clear()
 
 
+def as_tuple(out: object) -> tuple[Any, ...]:
+    return tuple(cast("Sequence[object]", out)) if isinstance(out, tuple | list) else (out,)
+
+
 def _with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the tensor behind a leaf that gets its gradient, and the leaf.
 
@@ -622,7 +750,17 @@ def _with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:
     leaf = x.new_empty(()).expand(x.shape).requires_grad_()
     behind = reshape_unsafe(leaf, x.shape)  # no view of the leaf: it may be written to
     behind.data = x.detach()
+    if is_alias(x):
+        mark_alias(behind)
     return behind, leaf
+
+
+def _requiring(y: Tensor, requires: bool = True) -> Tensor:
+    """Returns an output without its graph."""
+    detached = y.detach().requires_grad_(requires)
+    if is_alias(y):
+        mark_alias(detached)
+    return detached
 
 
 def _roots(outputs: Tensors, differentiable: Sequence[bool]) -> Roots:
@@ -680,6 +818,17 @@ def _differs(original: Tensor, copy: Tensor) -> bool:
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 
+def _sums(module: nn.Module) -> dict[str, int]:
+    """Returns a sum of the bits of each parameter that only its own optimizer may change."""
+    return {
+        f"{prefix}.{name}".lstrip("."): sum_of_bits(p)
+        for prefix, part in module.named_modules()
+        for name, p in part._parameters.items()
+        # Embeddings renormalise the rows that they read, each once.
+        if p is not None and type(p) is nn.Parameter and getattr(part, "max_norm", None) is None
+    }
+
+
 def _elements(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
@@ -688,16 +837,11 @@ def _bytes(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _storage(tensor: Tensor) -> int:
-    """Identifies a memory block, also on the meta device, where every address is 0."""
-    return tensor.untyped_storage()._cdata
-
-
 def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
     """Returns the bytes of the memory blocks behind the tensors.
 
     An input counts as itself: it may be a view of a whole batch, which is there anyway.
     """
-    sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
-    sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in tensors}
+    sizes |= {storage_of(x): x.nbytes for x in inputs if storage_of(x) in sizes}
     return sum(sizes.values())

@@ -129,6 +129,11 @@ class Replicas:
         if self._reducer is not None:
             self._reducer.finish(what)
 
+    def renew(self, world: World) -> None:
+        """Goes on with the same replicas, which have met anew."""
+        self._world = world
+        self._reducer = Reducer(world.peers) if world.replicas > 1 else None
+
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()

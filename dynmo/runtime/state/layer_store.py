@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,17 +27,19 @@ from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model
-from dynmo.runtime.comm.agreement import first_difference
+from dynmo.runtime.comm.agreement import first_difference, share_failures
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
+from dynmo.runtime.layer.census import follow_hooks, hooks_of
 from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.precision import lower as lower_precision
+from dynmo.runtime.layer.reads import others_of
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
@@ -50,8 +53,9 @@ from dynmo.runtime.state.migration import Arrival, Contents, fill
 if TYPE_CHECKING:
     from dynmo.runtime.state.expert_shards import ExpertShards
 
-# Prefix of the tensors of dynamic cases, among the layer's optimizer state.
-_KEPT = "case:"
+# Prefixes of the tensors of dynamic cases, and of `Layer.beside`, among the optimizer's state.
+_KEPT, _BESIDE = "case:", "beside:"
+_OTHERS = (_KEPT, _BESIDE)
 
 
 class LayerStore:
@@ -169,9 +173,10 @@ class LayerStore:
             self._clock,
             self._options.seed,
             self._options.compiles,
-            checks_state=True,
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
+            others=partial(self._others, index),
+            loss=self.model.loss if index == self.model.layers - 1 else None,
         )
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
@@ -185,13 +190,21 @@ class LayerStore:
             spread,
             self.groups.layer(index),
         )
-        state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
+        state = {name: t for name, t in optimizer_state.items() if not name.startswith(_OTHERS)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
-        self.kept[index] = {
-            name.removeprefix(_KEPT): t.cpu()
-            for name, t in optimizer_state.items()
-            if name.startswith(_KEPT)
-        }
+        layer.put_beside(_with_prefix(_BESIDE, optimizer_state))
+        kept = _with_prefix(_KEPT, optimizer_state)
+        self.kept[index] = {name: t.cpu() for name, t in kept.items()}
+
+    def _others(self, index: int) -> Mapping[int, str]:
+        """Returns the tensors that are not those of a layer, by their memory.
+
+        The modules that a user gave are among them, wherever the layers are now.
+        """
+        given = [
+            (at, layer) for at, layer in enumerate(self.model.given) if isinstance(layer, nn.Module)
+        ]
+        return others_of([*given, *enumerate(self.modules)], self.modules[index])
 
     def _is_last_of_its_kind(self, index: int) -> bool:
         """The first stage may run whole backwards, for which no weight gradient has to wait."""
@@ -240,7 +253,7 @@ class LayerStore:
         state = (
             name
             for section, name in tensors
-            if section == "optimizer" and not name.startswith(_KEPT)
+            if section == "optimizer" and not name.startswith(_OTHERS)
         )
         unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
         if unknown is not None:
@@ -303,6 +316,47 @@ class LayerStore:
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 
+    def check_names(self) -> None:
+        """Raises ConfigError on all ranks if a layer can neither move nor be saved on one."""
+        failure = None
+        try:
+            for layer in self.layers.values():
+                layer.census.check_names()
+        except ConfigError as error:
+            failure = error
+        failures = share_failures(self.world, failure, "the parameters of all layers")
+        if failures:
+            raise ConfigError(next(iter(failures.values()))) from failure
+
+    def check_arrival(self, move: Move, arrival: Arrival) -> None:
+        """Refuses a layer whose hooks this rank does not have.
+
+        A module that the user gave on this rank has those that were registered on all ranks.
+        """
+        module, index = self.modules[move.layer], move.layer
+        given = self.model.given[index] if self.model.given else module
+        if isinstance(given, nn.Module):
+            follow_hooks(module, given)
+        here, there = hooks_of(module), arrival.hooks
+        differing = [each for each in [*there, *here] if (each in there) != (each in here)]
+        if differing:
+            has, lacks = self.world.everyone.describe_rank(move.source), "this one"
+            if differing[0] in here:
+                has, lacks = lacks, has
+            raise ConfigError(
+                f"layer {index} ({type(module).__name__}) has a hook on {has} that {lacks} lacks "
+                f"({differing[0]}); register hooks on the layers of all ranks, before or after the "
+                "pipeline is made"
+            )
+
+    def renewed(self) -> None:
+        """Takes note that the same ranks have met anew."""
+        self.replicas.close()
+        self.world = arrange(self.world.everyone, self.layout.replicas)
+        self.replicas.renew(self.world)
+        self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
+        self.tied.join()
+
     def _fill(self, arrival: Arrival) -> dict[str, Tensor]:
         """Puts an arrival into its module. Returns the optimizer's state."""
         module = self.modules[arrival.layer]
@@ -318,12 +372,16 @@ class LayerStore:
     # -- state of a layer beside its module --------------------------------------------------------
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """Returns the optimizer's state and the tensors that cases keep with an own layer.
+        """Returns an own layer's state that is not in its modules.
+
+        It is that of the optimizer, of generators and the loss, and tensors that cases keep.
 
         If `whole`, it is gathered from all replicas, with ZeRO-1. All call it, in the same order.
         """
-        kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self.kept[index].items()}
-        return (self.moments(index) if whole else self.optimizers[index].state()) | kept
+        others = {f"{_KEPT}{name}": t for name, t in self.kept[index].items()}
+        others |= {f"{_BESIDE}{name}": t for name, t in self.layers[index].beside().items()}
+        others = {name: t.to(self.world.device) for name, t in others.items()}
+        return (self.moments(index) if whole else self.optimizers[index].state()) | others
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""
@@ -383,6 +441,10 @@ class LayerStore:
         state = self.state(index, whole=True).items()
         end = "/master"
         return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
+
+
+def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
 
 
 def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> ExpertShards:

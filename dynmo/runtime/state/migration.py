@@ -36,6 +36,7 @@ from dynmo.runtime.comm.headers import (
     room_for,
 )
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.census import hooks_of
 from dynmo.runtime.layer.modes import evaluating_parts
 from dynmo.runtime.state.base_weights import BaseWeights
 
@@ -58,11 +59,12 @@ class Manifest(BaseModel):
     layer: int
     tensors: list[TensorRecord]
     evaluating: list[str] = []
+    hooks: list[str] = []
     base: BaseWeights | None = None
 
     def text(self) -> str:
         """Returns JSON, which earlier versions of dynmo read if all modules train."""
-        unset = {name for name in ("evaluating", "base") if not getattr(self, name)}
+        unset = {name for name in ("evaluating", "hooks", "base") if not getattr(self, name)}
         return self.model_dump_json(exclude=unset)
 
     @property
@@ -123,12 +125,14 @@ class Arrival:
     Attributes:
         flags: requires_grad of each parameter.
         evaluating: Modules in evaluation mode.
+        hooks: Names of hooks (`hooks_of`).
     """
 
     layer: int
     tensors: Contents
     flags: dict[str, bool]
     evaluating: list[str]
+    hooks: list[str]
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ def exchange(
     world: World,
     moves: Sequence[Move],
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
+    check: Callable[[Move, Arrival], None],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
     """Runs the moves, in layer order. All ranks call it together.
@@ -148,6 +153,7 @@ def exchange(
     Args:
         leaving: Returns module and optimizer state of a layer that leaves this rank. Called once
             for each rank to which the layer goes.
+        check: Raises an error if a layer cannot come here.
         adopt: Makes the new placement live, with the layers that have arrived.
 
     Raises:
@@ -163,7 +169,7 @@ def exchange(
         if move.source == world.rank:
             transit.announce(move, leaving)
         elif move.target == world.rank:
-            transit.expect(move)
+            transit.expect(move, check)
     transit.agree()
     arrivals = transit.carry()
     moved = torch.tensor(
@@ -202,12 +208,14 @@ class _Transit:
         manifest = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None
         self._sends += _send(self._world, move, [length, manifest])
 
-    def expect(self, move: Move) -> None:
+    def expect(self, move: Move, check: Callable[[Move, Arrival], None]) -> None:
         """Receives the manifest of a layer that comes, and allocates its tensors."""
         text = _receive_text(self._world, move)
         try:
             if text:
-                self._arrivals.append((move, unpack(text, move, self._world.device)))
+                arrival = unpack(text, move, self._world.device)
+                check(move, arrival)
+                self._arrivals.append((move, arrival))
         except Exception as error:
             self._failure = self._failure or error
 
@@ -239,7 +247,8 @@ def pack(
 ) -> tuple[bytes, list[Tensor]]:
     """Returns a layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
-    text = describe(layer, module, tensors).text().encode()
+    manifest = describe(layer, module, tensors).model_copy(update={"hooks": hooks_of(module)})
+    text = manifest.text().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]
 
 
@@ -288,7 +297,7 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
     names = [(r.section, r.name) for r in manifest.tensors]
     tensors = dict(zip(names, room_for(spec, device), strict=True))
-    return Arrival(move.layer, tensors, manifest.flags, manifest.evaluating)
+    return Arrival(move.layer, tensors, manifest.flags, manifest.evaluating, manifest.hooks)
 
 
 def _send(

@@ -1,0 +1,128 @@
+"""What a layer or the loss shares with other layers, which may be on other ranks, or older there.
+
+A parameter that autograd follows is a leaf of the layer's graph (`check_leaves`). Other reads are
+seen by `Reads`, which watches only what can reach a tensor of another layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.grouped_linear import gradient_parameters
+from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
+from dynmo.models.model import named_tensors
+from dynmo.models.reach import modules_of, reachable
+from dynmo.runtime.comm.headers import mark_alias
+
+Others = Callable[[], Mapping[int, str]]
+"""Returns the tensors of other layers: storage -> name."""
+
+_ADVICE = (
+    "which may be on another rank; let the layer hand on what is read with its output, or tie the "
+    "two weights (tied=)"
+)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Identifies a memory block, also on the meta device, where every address is 0."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def others_of(layers: Iterable[tuple[int, nn.Module]], own: nn.Module) -> dict[int, str]:
+    """Returns the tensors of layers that are not those of `own`."""
+    found = dict[int, str]()
+    for index, layer in layers:
+        for what, name, tensor in named_tensors(layer):
+            if (storage := storage_of(tensor)) is not None:
+                found[storage] = f"the {what} {name} of layer {index}"
+    for _, _, tensor in named_tensors(own):
+        found.pop(storage_of(tensor) or 0, None)
+    return found
+
+
+def check_leaves(who: str, leaves: Iterable[Tensor], own: nn.Module, others: Others) -> None:
+    """Raises ConfigError if a graph trains a parameter that is not the layer's own."""
+    foreign = {x for x in leaves if isinstance(x, nn.Parameter)} - {*gradient_parameters(own)}
+    for parameter in foreign:
+        name = others().get(storage_of(parameter) or 0)
+        if name is not None:
+            raise ConfigError(f"{who} reads {name}, {_ADVICE}")
+        raise ConfigError(
+            f"{who} trains a parameter of shape {list(parameter.shape)} that is in no layer, so no "
+            "optimizer has it; register it in the layer, or in the last layer for the loss"
+        )
+
+
+def mark_aliases(outputs: Sequence[Tensor], marked: Sequence[Tensor], kept: list[Tensor]) -> None:
+    """Marks the outputs that share memory with one another, or with a tensor that lives on."""
+    for at, y in enumerate(outputs):
+        others = [*outputs[:at], *outputs[at + 1 :], *kept]
+        if any(_overlap(y, other) for other in others):
+            mark_alias(marked[at])
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Returns whether a write to one tensor may change the other."""
+    if storage_of(a) is None or storage_of(a) != storage_of(b) or not a.numel() or not b.numel():
+        return False
+    if a.dtype != b.dtype or a.is_meta or type(a) is not type(b):
+        return True
+    # Parts such as columns may lie between one another.
+    size = a.untyped_storage().nbytes() // a.element_size()
+    taken = torch.zeros(size, dtype=torch.bool, device=a.device)
+    offsets = [cast(int, x.storage_offset()) for x in (a, b)]
+    taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
+
+
+class Reads(TorchDispatchMode):
+    """Raises ConfigError if a layer or the loss computes with a tensor of another layer."""
+
+    def __init__(self, who: str, root: object, others: Others) -> None:
+        super().__init__()
+        self._who, self._root, self._find = who, root, others
+        # None before the first step.
+        self._watches: bool | None = None
+        self._others: Mapping[int, str] = {}
+        self._given = set[int | None]()
+
+    def begin(self) -> None:
+        """Looks where the tensors of other layers are now."""
+        if self._watches is None:
+            reached = list(_tensors_of(self._root))
+            others = self._find() if reached else {}
+            self._watches = any(storage_of(tensor) in others for tensor in reached)
+        if self._watches:
+            self._others = self._find()
+
+    def run(self, call: Callable[..., Any], *inputs: Any) -> Any:
+        if not self._watches:
+            return call(*inputs)
+        # A layer may hand its weight on.
+        self._given = {storage_of(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)}
+        with self:
+            return call(*inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            storage = storage_of(x) if isinstance(x, Tensor) else None
+            if storage is None or storage in self._given or storage not in self._others:
+                continue
+            # The memory may have become another tensor's.
+            name = self._find().get(storage)
+            if name is not None:
+                raise ConfigError(f"{self._who} reads {name}, {_ADVICE}")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors_of(root: object) -> Iterator[Tensor]:
+    for value in (*(value for _, value in reachable(root)), *(x for _, x in modules_of(root))):
+        if isinstance(value, nn.Module):
+            yield from (tensor for _, _, tensor in named_tensors(value))
+        elif isinstance(value, Tensor):
+            yield value
