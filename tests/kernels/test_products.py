@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,11 @@ class Scaled(nn.Embedding):
         return 3.0 * super().forward(input)
 
 
-def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
-    """Outputs and gradients have the bits of plain torch, and W gives these parameters."""
+def check(module: nn.Module, inputs: list[Tensor], expected: int | None) -> None:
+    """Outputs and gradients have the bits of plain torch.
+
+    W gives so many parameters, if it is known.
+    """
     plain = copy.deepcopy(module)
     tape = split(module, deferred=True)
     for x in inputs:
@@ -50,7 +54,7 @@ def check(module: nn.Module, inputs: list[Tensor], expected: int) -> None:
         tape.taking, tape.taken = True, set()
         y.square().sum().backward()
         tape.taking = False
-        assert len(tape.taken) == expected
+        assert expected in (None, len(tape.taken))
         run(tape)
         if x.is_floating_point():
             assert torch.equal(gradient(ours), gradient(theirs))
@@ -109,6 +113,67 @@ def test_any_part_of_a_parameter_anywhere_in_its_storage(way: str, view: str, of
     module.matrices.append(nn.Parameter(fused[offset : offset + 64].view(8, 8)))
     assert module.matrices[0].storage_offset() == offset
     check(module, [torch.randn(5, 8) for _ in range(3)], 1 + (way == "addmm"))
+
+
+# Steps from a parameter to a matrix. Each takes a number, and a tensor of two or three dimensions.
+STEPS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "transposed": lambda w, n: w.transpose(n % w.dim(), -1),
+    "rows": lambda w, n: w[n % len(w) :],
+    "columns": lambda w, n: w[..., : max(1, w.shape[-1] - n)],
+    "every second": lambda w, n: w[n % len(w) :: 2],
+    "one of many": lambda w, n: w[n % len(w)] if w.dim() == 3 else w,
+    "expanded": lambda w, n: w[..., :1].expand(*w.shape[:-1], n + 1),
+    "viewed": lambda w, n: w.reshape(-1, w.shape[-1]),
+    "turned": lambda w, n: w.reshape(w.shape[-1], -1),
+    "strided": lambda w, n: (
+        w.as_strided((3, 2), (n + 1, 1), w.storage_offset())
+        if w.is_contiguous() and w.numel() > 9
+        else w
+    ),
+    "overlapping": lambda w, n: w.unfold(0, min(2, len(w)), 1)[..., 0],
+    "unsqueezed": lambda w, n: w.unsqueeze(0)[0],
+    "scaled": lambda w, n: w * (n + 1),
+    "copied": lambda w, n: w.contiguous(),
+    "chunk": lambda w, n: w.chunk(2, -1)[0],
+    "itself": lambda w, n: w,
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), max_size=4),
+    st.sampled_from(sorted(WAYS)),
+    st.sampled_from([(8, 8), (3, 8, 6), (4, 6)]),
+    st.sampled_from([0, 40]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_drawn_parts_of_a_parameter_have_the_bits_of_torch(
+    steps: list[tuple[str, int]], way: str, shape: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> None:
+    """Views of views, and what is no view."""
+
+    def matrix_of(weight: Tensor) -> Tensor:
+        for name, n in steps:
+            reached = STEPS[name](weight, n)
+            if reached.numel() and reached.dim() > 1:
+                weight = reached
+        return weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
+
+    def run(matrices: Any, x: Tensor) -> Tensor:
+        matrix = matrix_of(matrices[0])
+        if way == "addmm":
+            return torch.addmm(_BIAS[: matrix.shape[1]].to(dtype), x, matrix)
+        return WAYS[way](x, matrix)
+
+    module = Own(run)
+    size = math.prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(size + 2 * 40, generator=generator, dtype=dtype)
+    module.matrices.append(nn.Parameter(fused[offset : offset + size].view(shape)))
+    width = len(matrix_of(module.matrices[0]))
+    check(module, [torch.randn(5, width, dtype=dtype) for _ in range(2)], None)
+
+
+_BIAS = torch.arange(64.0)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])

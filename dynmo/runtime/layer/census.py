@@ -24,7 +24,8 @@ class Census:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
         self._names = self._names_now()
-        self._dtypes: dict[Tensor, Any] = {p: p.dtype for p in module.parameters()}
+        self._parameters = list(module.parameters())
+        self._dtypes = {id(p): p.dtype for p in self._parameters}
 
     def _names_now(self) -> list[str]:
         return [name for name, _ in self._module.named_parameters()]
@@ -51,7 +52,7 @@ class Census:
                 if (
                     parameter._backward_hooks
                     or parameter._post_accumulate_grad_hooks
-                    or self._dtypes.get(parameter) is not parameter.dtype
+                    or self._dtypes.get(id(parameter)) is not parameter.dtype
                 ):
                     self._check(f"the parameter {prefix}.{name}".replace(" .", " "), parameter)
                 if between_steps and parameter.grad is not None:
@@ -62,9 +63,9 @@ class Census:
         what = f"{what} of {self._name}"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(hook_problem(what))
-        if parameter in self._dtypes:
+        if id(parameter) in self._dtypes:
             raise ConfigError(
-                f"{what} was {self._dtypes[parameter]} when the pipeline was made and is "
+                f"{what} was {self._dtypes[id(parameter)]} when the pipeline was made and is "
                 f"{parameter.dtype} now; choose the type before, or Pipeline(precision=...)"
             )
         if parameter.requires_grad:

@@ -440,9 +440,19 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
         assert torch.equal(gx, torch.zeros(3, 6) if j else table)
     layer.begin()
     given = (torch.randn(3, 6, requires_grad=True), table)
-    assert not any(y.requires_grad for y in run_f(layer, *given, torch.tensor([0])))
+    for j in range(2):
+        outputs = run_f(layer, *given, torch.tensor([j]), j=j)
+        assert [y.requires_grad for y in outputs] == [True, False, False]
+
+
+def test_gradient_that_comes_late_beside_another_is_refused() -> None:
+    def late(_: nn.Module, x: Tensor, ids: Tensor) -> Any:
+        return x, x * 2 if ids[0] else x.detach()
+
+    layer, x = layer_of(Net(late)), torch.randn(3, 6, requires_grad=True)
+    run_f(layer, x, torch.tensor([0]))
     with pytest.raises(RunError, match=r"layer 3 \(Net\) returned an output that requires a"):
-        run_f(layer, *given, torch.tensor([1]), j=1)
+        run_f(layer, x, torch.tensor([1]), j=1)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
