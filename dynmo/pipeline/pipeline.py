@@ -423,7 +423,8 @@ class Pipeline:
                 dimension. A dictionary of such tensors, like {"input_ids": ..., "labels": ...}, has
                 the targets too. The model says which names are its inputs and its targets. A list
                 of tensors or dictionaries holds the microbatches themselves, of any shapes. Only
-                the rank of the first stage needs inputs. Floats are converted to `precision`.
+                the rank of the first stage needs inputs. Floats are converted to `precision`, or to
+                float64 if all weights are.
             targets: Targets of the loss, [batch, ...] or a list, if `inputs` has none. Only the
                 rank of the last stage needs them. All ranks of a replica that pass a batch pass the
                 same one.
@@ -1070,7 +1071,7 @@ class Pipeline:
 
     def _cut(self, batch: object, targets: object, count: int | None = None) -> tuple[Cut, Cut]:
         engine = self._engine
-        dtype = PRECISIONS[self.options.precision]
+        dtype = torch.float64 if engine.store.is_double else PRECISIONS[self.options.precision]
         cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
         return cutter.cut(batch, targets, count or self.microbatches)
 

@@ -493,6 +493,29 @@ def test_compiled_layer_trains(pool: Pool, wraps: bool) -> None:
     assert all(told == wanted for told in pool.run(HERE + "compiled", 2, wraps=wraps))
 
 
+def in_double(world: dynmo.World) -> list[float]:
+    layers: list[nn.Module] = [layer.double() for layer in four()]
+    pipeline = make(world, layers, microbatches=4, schedule="1f1b")
+    return [pipeline.step(X.double(), Y.double()).loss for _ in range(3)]
+
+
+def test_model_in_float64_trains(pool: Pool, world: dynmo.World) -> None:
+    layers = nn.Sequential(*four()).double()
+    optimizer, right = SGD(layers.parameters()), list[float]()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = MSE(layers(X.double()), Y.double())
+        loss.backward()
+        optimizer.step()
+        right.append(loss.item())
+    for ranks in (1, 2):
+        assert all(
+            told == pytest.approx(right, rel=1e-12) for told in pool.run(HERE + "in_double", ranks)
+        )
+    with pytest.raises(ConfigError, match="weights are float64, but precision = 'bfloat16'"):
+        make(world, list(layers), precision="bfloat16")
+
+
 def second(world: dynmo.World, folder: str) -> dict[str, Any]:
     layers = four()
     first = make(world, layers)

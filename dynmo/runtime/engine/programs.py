@@ -237,6 +237,7 @@ class Programs:
             pieces = store.pieces if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device, pieces)
             stages[stage].router_loss = store.model.router_loss
+            stages[stage].is_double = store.is_double
         transport = Transport(world, programs)
         program = programs[world.rank]
         return Executor(program, stages, transport, self._clock, self._streams, timeout)

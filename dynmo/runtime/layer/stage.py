@@ -50,6 +50,7 @@ class Stage:
     router_loss: Callable[[Any], Tensor] | None = None
     counts: Sequence[float] | None = None
     total: float = 0.0
+    is_double: bool = False
 
     def __init__(
         self,
@@ -72,13 +73,14 @@ class Stage:
 
     def scale_loss(self, scale: float) -> None:
         """From the next B on, gradients are those of `scale` times the loss."""
-        self._share = torch.full((), self._portion * scale, device=self._device)
+        dtype = torch.float64 if self.is_double else torch.float32
+        self._share = torch.full((), self._portion * scale, dtype=dtype, device=self._device)
         for layer in self.layers:
             layer.tape.loss_share = self._share
         self._shares = None
         if self.counts is not None:
             parts = [scale * count / (self.total or 1.0) for count in self.counts]
-            self._shares = torch.tensor(parts, device=self._device).unbind()
+            self._shares = torch.tensor(parts, dtype=dtype, device=self._device).unbind()
 
     def begin(self) -> None:
         for layer in self.layers:

@@ -337,7 +337,8 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 def block_sums(gradient: Tensor) -> list[float]:
     """Returns the sum of squares of each norm block of a gradient or a part of it."""
-    flat = gradient.detach().reshape(-1).float()
+    flat = gradient.detach().reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.
     sums = (

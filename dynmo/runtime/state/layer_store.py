@@ -71,6 +71,7 @@ class LayerStore:
         optimizers: Their optimizers, by global index.
         kept: Tensors of dynamic cases, by global index of own layers.
         identity: What decides the model's numbers.
+        is_double: Whether all weights are float64. Inputs and the loss then are, too.
         groups: Groups of the model's parameters, and their options.
         pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
         accumulation_groups: Number of accumulation groups of the whole mesh.
@@ -99,6 +100,13 @@ class LayerStore:
             else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         )
         self.modules = model.build(frozenset(own))
+        self.is_double = _are_double(self.modules)
+        if self.is_double and options.dtype != torch.float32:
+            name = str(options.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"the weights are float64, but precision = '{name}'; convert the model first "
+                "(model.float()), or leave out precision"
+            )
         self.groups = ParameterGroups(optimizer, model, self.modules, world.device)
         self.identity = identity_of(model, self.modules).with_code(self.groups.code)
         if not is_bare:
@@ -441,6 +449,11 @@ class LayerStore:
         state = self.state(index, whole=True).items()
         end = "/master"
         return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
+
+
+def _are_double(modules: Sequence[nn.Module]) -> bool:
+    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    return kinds == {torch.float64}
 
 
 def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
