@@ -37,7 +37,7 @@ MESHES: dict[str, Any] = {
     "bfloat16": {"ranks": 2, "schedule": "1f1b", "precision": "bfloat16"},
 }
 MESHES["zero, bfloat16"] = MESHES["zero"] | MESHES["bfloat16"] | {"ranks": 4}
-KINDS = ("mixtral", "llama", "gemma", "gpt2", "qwen3_moe", "gpt_oss")
+KINDS = ("mixtral", "llama", "gemma", "gpt2", "qwen3_moe", "gpt_oss", "ernie4_5_moe")
 EVERYDAY = [("gpt2", "1 rank"), ("mixtral", "zb-v")]
 
 

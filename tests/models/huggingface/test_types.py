@@ -86,39 +86,20 @@ def test_no_other_class_keeps_float32(name: str) -> None:
     assert not found
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    mostly_matrix(
-        [
-            ("ernie4_5_moe", {"precision": "bfloat16", "schedule": "zb-v", "move": [1, 3, 3, 1]}),
-            (
-                "flint",
-                {
-                    "precision": "float16",
-                    "loss_scale": "dynamic",
-                    "schedule": "zb-h1",
-                    "move": [5, 3],
-                },
-            ),
-            (
-                "gpt_oss",
-                {
-                    "precision": "float16",
-                    "loss_scale": "dynamic",
-                    "schedule": "zb-h1",
-                    "move": [5, 3],
-                },
-            ),
-        ],
-        [("ernie4_5_moe", {"precision": "bfloat16", "schedule": "zb-v", "move": [1, 3, 3, 1]})],
-    ),
-)
-def test_ranks_and_moves_have_the_bits_of_one(
-    pool: Pool, kind: str, options: dict[str, Any]
-) -> None:
-    alone = {key: options[key] for key in options if key not in ("schedule", "move")}
-    several = pool.run(TRAIN, 2, kind=kind, **options)
-    assert several == pool.run(TRAIN, 1, kind=kind, **alone) * 2
+RUNS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"precision": "bfloat16", "schedule": "zb-v", "move": [1, 3, 3, 1]},
+    "flint": {"precision": "float16", "loss_scale": "dynamic", "move": [5, 3]},
+    "gpt_oss": {"precision": "float16", "loss_scale": "dynamic", "move": [5, 3]},
+    "inkling_text": {"precision": "bfloat16", "move": [2, 3], "recompute": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", mostly_matrix(RUNS, ["ernie4_5_moe"]))
+def test_ranks_and_moves_have_the_bits_of_one(pool: Pool, kind: str) -> None:
+    several = {"schedule": "zb-h1", "post_validation": True, **RUNS[kind]}
+    alone = {key: several[key] for key in ("precision", "loss_scale") if key in several}
+    found = pool.run(TRAIN, 2, kind=kind, **several)
+    assert found == pool.run(TRAIN, 1, kind=kind, **alone) * 2
 
 
 def test_checkpoints_exports_and_costs_know_the_types(tmp_path: Path) -> None:
