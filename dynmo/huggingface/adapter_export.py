@@ -58,9 +58,9 @@ class AdapterExport:
         own = {name: tensor.detach() for name, tensor in state.items() if name in saved}
         if own and _is_random_cut(self._model.lora):
             own = self._beside_the_start(own)
-        paths = self._model.folder_class.paths
+        names = self._model.folder_class.names
         return {
-            saved_name(saved[name], paths): x.to(x.device, self._dtype or x.dtype)
+            saved_name(saved[name], names): x.to(x.device, self._dtype or x.dtype)
             for name, x in own.items()
         }
 
@@ -95,8 +95,8 @@ class AdapterExport:
                 self._part(number).unlink()
         config = copy.deepcopy(self._model.lora)
         assert config is not None
-        if self._model.folder_class.paths:
-            config = renamed_config(config, self._model.folder_class.paths)
+        if self._model.folder_class.names.modules:
+            config = renamed_config(config, self._model.folder_class.names)
         config.inference_mode = True  # as peft saves it
         if _is_random_cut(config):
             config.init_lora_weights, config.r = True, 2 * config.r

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.adapter_names import renamed
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.huggingface.transformers_private import as_in_files
 from dynmo.runtime.state.exact_state import shapes_of_state
@@ -38,9 +37,8 @@ class SavedForm:
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a layer by their names in files, on the device of the state."""
-        paths = self._class.paths
         kept = {
-            renamed(name, paths): tensor.to(self._types.get(name, tensor.dtype))
+            self._class.names(name): tensor.to(self._types.get(name, tensor.dtype))
             for name, tensor in state.items()
             if name not in self._left_out
         }

@@ -1,4 +1,4 @@
-"""The config of adapters, for a class that has other paths to the same modules."""
+"""The config of adapters, for a class that has other names for the same modules."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from dynmo.models.huggingface.adapter_names import renamed
+from dynmo.models.huggingface.folder_class import Renamed
 
 
-def renamed_config(config: LoraConfig, paths: Mapping[str, str]) -> LoraConfig:
-    """Returns a config whose targets are named one by one, by their paths in another class.
+def renamed_config(config: LoraConfig, names: Renamed) -> LoraConfig:
+    """Returns a config whose targets are named one by one, as another class names them.
 
-    So no other module of that class is a target.
+    So nothing else in that class is a target.
 
     Args:
-        config: The config, for a class whose modules have the keys of `paths`.
-        paths: The path in the other class of each module, by its path in the first.
+        config: The config for the class whose names are replaced.
     """
     made = copy.deepcopy(config)
+    modules = [path for path in names.modules if check_target_module_exists(config, path)]
+    ends = config.target_parameters or ()
+    parameters = [
+        name for name in names.parameters if any(f".{name}".endswith(f".{end}") for end in ends)
+    ]
     if config.target_modules is not None:
-        targets = [path for path in paths if check_target_module_exists(config, path)]
-        made.target_modules = sorted(paths[path] for path in targets)
-        made.layers_to_transform = made.layers_pattern = made.exclude_modules = None
-        made.rank_pattern = _named(config.rank_pattern, targets, paths)
-        made.alpha_pattern = _named(config.alpha_pattern, targets, paths)
+        made.target_modules = sorted(names.modules[path] for path in modules)
+    if config.target_parameters is not None:
+        made.target_parameters = sorted(names.parameters[name] for name in parameters)
     if config.modules_to_save:
-        made.modules_to_save = _ending(config.modules_to_save, paths)
+        made.modules_to_save = _ending(config.modules_to_save, names)
     if isinstance(config.trainable_token_indices, dict):
         made.trainable_token_indices = {
             path: indices
             for key, indices in config.trainable_token_indices.items()
-            for path in _ending([key], paths)
+            for path in _ending([key], names)
         }
-    if config.target_parameters is not None:
-        made.target_parameters = [renamed(each, paths) for each in config.target_parameters]
+    made.layers_to_transform = made.layers_pattern = made.exclude_modules = None
+    every = {path: names.modules[path] for path in modules}
+    every |= {name: names.parameters[name] for name in parameters}
+    made.rank_pattern = _by_target(config.rank_pattern, every)
+    made.alpha_pattern = _by_target(config.alpha_pattern, every)
     return made
 
 
-def _ending(keys: list[str], paths: Mapping[str, str]) -> list[str]:
+def _ending(keys: list[str], names: Renamed) -> list[str]:
     """Returns the modules whose paths end with a key, by their paths in the other class."""
-    return sorted(other for path, other in paths.items() if path.endswith(tuple(keys)))
+    return sorted(other for path, other in names.modules.items() if path.endswith(tuple(keys)))
 
 
-def _named(
-    pattern: Mapping[str, Any] | None, targets: list[str], paths: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns the value of each target that a pattern matches."""
+def _by_target(pattern: Mapping[str, Any] | None, targets: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the value of each target that a pattern matches, by its other name."""
     values = pattern or {}
-    keys = {path: get_pattern_key([*values], path) for path in targets}
-    return {paths[path]: values[key] for path, key in keys.items() if key in values}
+    keys = {name: get_pattern_key([*values], name) for name in targets}
+    return {targets[name]: values[key] for name, key in keys.items() if key in values}

@@ -12,6 +12,7 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_config import renamed_config
 from dynmo.models.huggingface.adapter_names import PREFIX, saved_name
+from dynmo.models.huggingface.folder_class import Renamed
 from dynmo.models.huggingface.weight_files import Reader, Stored, header_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -22,8 +23,7 @@ class AdapterFiles:
 
     Args:
         folder: A folder that peft or dynmo has written.
-        paths: The path in another class of each module, by its path in the model. The adapters may
-            be of either class.
+        names: The names of another class. The adapters may be of either class.
 
     Attributes:
         config: The config of the adapters.
@@ -32,7 +32,7 @@ class AdapterFiles:
         ConfigError: A file is missing or damaged, or the adapters are no LoRA.
     """
 
-    def __init__(self, folder: Path, paths: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, names: Renamed) -> None:
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise ConfigError(f"{folder} has no {name}; give a folder that peft has written")
@@ -44,11 +44,11 @@ class AdapterFiles:
             raise ConfigError(f"{folder / CONFIG} is of {config.peft_type}; dynmo trains LoRA")
         config.inference_mode = False
         self._stored: dict[str, Stored] = dict(header_of(folder / WEIGHTS))
-        others = {f"{PREFIX}{other}" for own, other in paths.items() if own != other}
+        others = {f"{PREFIX}{other}" for own, other in names.modules.items() if own != other}
         is_other = any(key.partition(".lora_")[0] in others for key in self._stored)
-        self._paths = paths if is_other else {}
+        self._names = names if is_other else Renamed()
         if is_other:
-            config = renamed_config(config, {other: own for own, other in paths.items()})
+            config = renamed_config(config, names.reversed())
         self.folder, self.config = folder, config
 
     def check(self, model: nn.Module, saved: Mapping[str, str]) -> None:
@@ -89,4 +89,4 @@ class AdapterFiles:
                     tensor.copy_(reader.tensor(self.folder / WEIGHTS, key))
 
     def _key(self, name: str) -> str:
-        return saved_name(name, self._paths)
+        return saved_name(name, self._names)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 NAME = "default"
 """The only adapter of a model."""
@@ -36,21 +35,11 @@ def adapted(name: str) -> str:
     return base_name(name).partition(f".{NAME}")[0].rpartition(".")[0]
 
 
-def saved_name(name: str, paths: Mapping[str, str] = MappingProxyType({})) -> str:
+def saved_name(name: str, rename: Callable[[str], str] = str) -> str:
     """Returns the name in a file of peft.
 
     Args:
         name: The name that peft gives it in the model.
-        paths: The path in files of each module that has another one there (`folder_class`).
+        rename: Returns the name that the class of the file has for that of the model.
     """
-    return f"{PREFIX}{renamed(name.replace(f'.{NAME}', ''), paths)}"
-
-
-def renamed(name: str, paths: Mapping[str, str]) -> str:
-    """Returns a name with its longest known path replaced."""
-    path = name
-    while path and path not in paths:
-        path = path.rpartition(".")[0]
-    if path not in paths:
-        return name
-    return f"{paths[path]}{name[len(path) :]}" if path else f"{paths[path]}.{name}".lstrip(".")
+    return f"{PREFIX}{rename(name.replace(f'.{NAME}', ''))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_files import AdapterFiles
 from dynmo.models.huggingface.adapter_names import NAME
+from dynmo.models.huggingface.folder_class import Renamed
 from dynmo.models.huggingface.lora_options import check
 from dynmo.models.huggingface.values import has_no_values
 from dynmo.models.options import LoraOptions
@@ -41,7 +42,7 @@ class Adapters:
         model: The model on the meta device. It gets the adapters, and all else is frozen.
         lora: A config of peft, or the folder of adapters to go on from.
         base: Folder of the model, if it has one.
-        paths: The path in files of each module that has another one there.
+        names: The names that the class of the folder has.
 
     Attributes:
         config: The config, with everything that peft has found out, such as the names of targets.
@@ -56,9 +57,9 @@ class Adapters:
         model: PreTrainedModel,
         lora: LoraConfig | str | Path,
         base: Path | None,
-        paths: Mapping[str, str],
+        names: Renamed,
     ) -> None:
-        self._files = AdapterFiles(Path(lora), paths) if isinstance(lora, str | Path) else None
+        self._files = AdapterFiles(Path(lora), names) if isinstance(lora, str | Path) else None
         given = lora if isinstance(lora, LoraConfig) or self._files is None else self._files.config
         check(given, is_folder=self._files is not None)
         self.config = copy.deepcopy(cast(LoraConfig, given))

@@ -21,17 +21,43 @@ from dynmo.models.huggingface.transformers_private import conversions_of, make_i
 
 
 @dataclass(frozen=True)
+class Renamed:
+    """The names that another class has for the modules and parameters of a model.
+
+    Empty if both are of one class.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> str:
+        """Returns a name with the longest known path in it replaced."""
+        path = name
+        while path and path not in self.modules:
+            path = path.rpartition(".")[0]
+        if path not in self.modules:
+            return name
+        rest = name[len(path) :].lstrip(".")
+        return f"{self.modules[path]}.{rest}".strip(".")
+
+    def reversed(self) -> Renamed:
+        return Renamed(
+            {other: own for own, other in self.modules.items()},
+            {other: own for own, other in self.parameters.items()},
+        )
+
+
+@dataclass(frozen=True)
 class FolderClass:
     """How the class of a folder names what a model has.
 
     Attributes:
         model: A model of that class, on the meta device.
-        paths: Path in that model of each module, by its path in the model that trains. Empty if
-            both are of one class.
+        names: Its names, by those of the model that trains.
     """
 
     model: PreTrainedModel
-    paths: Mapping[str, str] = field(default_factory=dict)
+    names: Renamed = field(default_factory=Renamed)
 
 
 def folder_class_of(
@@ -60,10 +86,11 @@ def folder_class_of(
     names = {key: conversion.first for conversion in made for key in conversion.keys}
     if not weights.names.keys() <= names.keys():
         return FolderClass(model)
-    paths = dict[str, str]()
-    for key, name in weights.names.items():
-        paths |= _modules(name, names[key])
-    return FolderClass(other, paths)
+    parameters = {name: names[key] for key, name in weights.names.items()}
+    modules = dict[str, str]()
+    for own, its in parameters.items():
+        modules |= _modules(own, its)
+    return FolderClass(other, Renamed(modules, parameters))
 
 
 def _modules(own: str, other: str) -> dict[str, str]:

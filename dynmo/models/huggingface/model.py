@@ -155,7 +155,7 @@ def from_pretrained(  # noqa: PLR0913
     folder_class = folder_class_of(folder, config, model, weights)
     adapters = None
     if lora is not None:
-        adapters = _adapters_module().Adapters(model, lora, folder, folder_class.paths)
+        adapters = _adapters_module().Adapters(model, lora, folder, folder_class.names)
         if adapters.blocks is not None and weights is not None:
             weights.repeat(find_blocks(model), adapters.blocks)
     types = Types(
