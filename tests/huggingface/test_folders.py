@@ -138,3 +138,26 @@ def test_adapters_of_the_language_model_go_on(tmp_path: Path) -> None:
             if is_adapter(name):
                 assert torch.equal(parameter, saved.pop(saved_name(name)))
     assert not saved
+
+
+def test_adapters_on_experts_keep_their_targets(tmp_path: Path) -> None:
+    """Another part of the folder's class may have experts of the same name."""
+    save_folder(VISION, tmp_path)
+    lora = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["experts.down_proj"],
+        layers_to_transform=[1],
+        alpha_pattern={"layers.1.self_attn.q_proj": 7},
+    )
+    with dynmo.init(device="cpu") as world:
+        pipeline = pipeline_of(world, from_pretrained(tmp_path, lora=lora))
+        save_pretrained(pipeline, tmp_path / "adapters")
+        again = from_pretrained(tmp_path, lora=tmp_path / "adapters")
+        assert dynmo.Pipeline(again, world, microbatches=4).digest() == pipeline.digest()
+    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    query = "language_model.model.layers.1.self_attn.q_proj"
+    assert written["target_modules"] == [query]
+    assert written["alpha_pattern"] == {query: 7}
+    experts = "language_model.model.layers.{}.feed_forward.experts.down_proj"
+    assert written["target_parameters"] == [experts.format(at) for at in range(3)]
