@@ -121,11 +121,12 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
 
 def _adapters(tensors: Contents, saved: Collection[str]) -> dict[str, Tensor]:
     """Returns what is saved of a layer. A checkpoint may lack the weights beside it."""
-    return {
-        name: tensors.get(("optimizer", f"{name}{_MASTER}"), tensor).float()
+    found = {
+        name: tensors.get(("optimizer", f"{name}{_MASTER}"), tensor)
         for (section, name), tensor in tensors.items()
         if section in ("parameter", "buffer") and name in saved
     }
+    return {name: x.float() if x.is_floating_point() else x for name, x in found.items()}
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
+from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
 from dynmo.models.huggingface.adapter_files import WEIGHTS
 from tests.huggingface.jobs import equal
 from tests.models.huggingface import adapter_jobs
@@ -79,3 +80,45 @@ def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> Non
     (tmp_path / "adapters" / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=f"has no {WEIGHTS}"):
         from_pretrained(base, lora=tmp_path / "adapters")
+
+
+@pytest.mark.filterwarnings("ignore")  # those of peft
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},  # peft saves the embedding, too
+        {"target_modules": ["q_proj"], "init_lora_weights": "eva"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "use_dora": True},
+    ],
+)
+def test_folder_of_peft_has_its_loss_in_a_pipeline(
+    base: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**options))
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    made.save_pretrained(tmp_path)
+    ids = make_batch(0, padded=False)["input_ids"]
+    with dynmo.init(device="cpu") as world, torch.no_grad():
+        model = from_pretrained(base, lora=tmp_path)
+        found = dynmo.Pipeline(model, world, microbatches=1).evaluate(
+            {"input_ids": ids, "labels": ids}
+        )
+        assert found == made(input_ids=ids, labels=ids).loss.item()
+
+
+def test_checkpoint_of_a_random_cut_fits_the_folder(base: Path, tmp_path: Path) -> None:
+    start: Any = "pissa_niter_1"
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start, use_rslora=True)
+    batch = make_batch(0, padded=False)
+    with dynmo.init(device="cpu") as world:
+        model = from_pretrained(base, lora=config)
+        pipeline = dynmo.Pipeline(model, world, microbatches=4)
+        pipeline.step(batch)
+        loss = pipeline.evaluate(batch)
+        pipeline.save(tmp_path / "checkpoints")
+        export_checkpoint(find_checkpoint(tmp_path / "checkpoints")[0], model, tmp_path / "made")
+        again = from_pretrained(base, lora=tmp_path / "made")
+        found = dynmo.Pipeline(again, world, microbatches=4).evaluate(batch)
+    assert found == pytest.approx(loss, rel=1e-6)

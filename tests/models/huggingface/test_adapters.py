@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.config import LoraRuntimeConfig
 from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_names import base_name, is_adapter
+from dynmo.models.huggingface.adapters import Adapters
 from dynmo.models.huggingface.model import from_pretrained
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.adapter_jobs import STEPS, adamw, lora, model_of
@@ -108,3 +110,20 @@ def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: 
     with pytest.raises(ConfigError, match=message) as caught:
         from_pretrained(config("llama"), lora=LoraConfig(**given))
     assert "\n" not in str(caught.value)
+
+
+def test_adapter_that_nothing_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_pretrained(config("llama"), lora=lora(use_dora=True))
+    monkeypatch.setattr(Adapters, "_start", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"lora_magnitude_vector\.default\.weight"):
+        model.build(range(model.layers))
+
+
+def test_values_come_on_the_cpu_without_a_gpu() -> None:
+    offload = LoraRuntimeConfig(ephemeral_gpu_offload=True)
+    layers = [
+        from_pretrained(config("llama"), lora=lora(use_dora=True, **options)).build((3,))[3]
+        for options in ({}, {"runtime_config": offload})
+    ]
+    one, other = (layer.state_dict() for layer in layers)
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
