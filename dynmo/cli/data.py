@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from dynmo.errors import InputError
 
 if TYPE_CHECKING:
     from dynmo.train.data_view import DataView
+
+_logger = logging.getLogger(__name__)
 
 _BAR = 40
 _LETTERS = 1200
@@ -61,6 +64,8 @@ def data(options: DataCommandOptions) -> None:
     from dynmo.train.tokenise import tokenise
 
     view = view_of(config)
+    for text in view.warnings:
+        _logger.warning(text)
     written = None
     if options.out is not None:
         with _progress(config.data.source) as listen:

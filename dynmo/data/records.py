@@ -122,6 +122,8 @@ class JsonLines:
             record = cast(object, json.loads(line))
         except ValueError as error:
             raise BrokenSampleError(f"{self.place(number)}: no line of JSON ({error})") from None
+        except RecursionError:
+            raise BrokenSampleError(f"{self.place(number)}: its JSON is nested too deep") from None
         if not isinstance(record, dict):
             kind = type(record).__name__
             raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a JSON object")

@@ -1,13 +1,15 @@
 """The microbatches of a step from samples, as a pure function of (seed, step).
 
 `order.py` decides which samples a step has. A run may stop anywhere and resume on any ranks: each
-sample comes once an epoch. A broken sample is left out of its step, or ends the run.
+sample comes once an epoch. A broken sample is left out of its step, or ends the run. A microbatch
+that has no other gets a row of which no label counts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +27,8 @@ from dynmo.errors import ConfigError
 _logger = logging.getLogger(__name__)
 
 Microbatch = dict[str, Tensor]
+
+_STEPS = 1000  # in which a sample is looked for that is not broken
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,35 @@ class SampleBatches:
         pad: int = 0,
         cost: RowCost | None = None,
     ) -> None:
-        self.records, self._encoder, self.order = records, encoder, order
+        self.records, self.encoder, self.order = records, encoder, order
         self._micro_batch, self._batching, self._broken = micro_batch, batching, broken
         self._pad, self._cost = pad, cost or RowCost()
         self.skipped = 0
 
     def train(self, step: int, part: slice = slice(None)) -> list[Microbatch]:
-        """Returns a part of a step's microbatches. The replicas' ones follow one another."""
-        numbers = self.order.train(step)
-        if self._batching == "rows":
-            return [self._padded(self._samples(row)) for row in numbers[part]]
-        samples = self._samples(numbers.ravel())
-        count = len(numbers)
-        if len(samples) < count:
-            raise BrokenSampleError(
-                f"step {step} has {len(samples)} samples that are not broken, fewer than its "
-                f"{count} microbatches"
-            )
+        """Returns a part of a step's microbatches. The replicas' ones follow one another.
+
+        A step without a sample that is not broken has those of the next such step.
+        """
+        for each in range(step, step + _STEPS):
+            numbers, by_rows = self.order.train(each), self._batching == "rows"
+            parts = numbers[part] if by_rows else numbers.reshape(1, -1)
+            found = [self._samples(row) for row in parts]
+            wanted = 1 if by_rows else len(numbers)
+            if any(len(row) < wanted for row in found):
+                uncounted = self._uncounted(numbers)
+                if uncounted is None:
+                    continue
+                found = [row + [uncounted] * (wanted - len(row)) for row in found]
+            if by_rows:
+                return [self._padded(row) for row in found]
+            return self._joined(found[0], len(numbers), part)
+        last = step + _STEPS - 1
+        raise BrokenSampleError(f"all samples of the steps {step} to {last} are broken")
+
+    def _joined(self, samples: Sequence[Sample], count: int, part: slice) -> list[Microbatch]:
         lengths = [len(sample.ids) for sample in samples]
-        longest = self._encoder.longest
+        longest = self.encoder.longest
         most_tokens = self._micro_batch * longest
         if self._batching == "packed":
             return [
@@ -91,11 +105,28 @@ class SampleBatches:
 
     def held_out(self, index: int) -> Microbatch:
         """Returns a microbatch to evaluate on."""
-        return self._padded(self._samples(self.order.held_out(index)))
+        samples = self._samples(self.order.held_out(index))
+        if not samples:
+            every = (self.order.held_out(at)[:1] for at in range(index, index + len(self.records)))
+            uncounted = next((found for found in map(self._uncounted, every) if found), None)
+            if uncounted is None:
+                raise BrokenSampleError("all samples that are held out are broken")
+            samples = [uncounted]
+        return self._padded(samples)
+
+    def _uncounted(self, numbers: Numbers) -> Sample | None:
+        """Returns the start of the first sample that is not broken, of which no label counts.
+
+        It stands in a microbatch that has no other. None if all samples are broken.
+        """
+        for number in numbers.ravel().tolist():
+            with suppress(BrokenSampleError):
+                return Sample(self.encoded(number).ids[:2], [IGNORED] * 2)
+        return None
 
     def encoded(self, number: int) -> Sample:
         """Returns a sample, or raises BrokenSampleError."""
-        return self._encoder.encode(self.records[number], self.records.place(number))
+        return self.encoder.encode(self.records[number], self.records.place(number))
 
     def _samples(self, numbers: Numbers) -> list[Sample]:
         samples: list[Sample] = []
@@ -107,9 +138,6 @@ class SampleBatches:
                     raise
                 self.skipped += 1
                 _logger.warning(f"sample {number} is left out: {error}")
-        if not samples:
-            places = ", ".join(self.records.place(number) for number in numbers.tolist())
-            raise BrokenSampleError(f"all samples of a microbatch are broken: {places}")
         return samples
 
     def _padded(self, samples: Sequence[Sample]) -> Microbatch:
@@ -158,11 +186,25 @@ def _sample_tokens(microbatch: Microbatch) -> int:
     return int((positions > 0).sum() + (positions == 1).sum())
 
 
-def check_first(records: Records, encoder: Encoder) -> None:
-    """Raises ConfigError if the first record is broken, or its kind cannot be encoded."""
-    record = records[0]
-    encoder.check(record)
-    try:
-        encoder.encode(record, records.place(0))
-    except BrokenSampleError as error:
-        raise ConfigError(str(error)) from None
+def check_first(records: Records, encoder: Encoder, broken: Literal["stop", "skip"]) -> None:
+    """Raises ConfigError if the first record is broken, or its kind cannot be encoded.
+
+    With "skip" the first record is the first one that is not broken.
+    """
+    first = None
+    for number in range(len(records)):
+        try:
+            record = records[number]
+            encoder.check(record)
+            encoder.encode(record, records.place(number))
+        except BrokenSampleError as error:
+            first = first or str(error)
+            if broken == "stop":
+                break
+        else:
+            return
+    raise (
+        ConfigError(first or "no records")
+        if broken == "stop"
+        else ConfigError(f"all {len(records)} records are broken; the first one: {first}")
+    )

@@ -1,6 +1,7 @@
 """A record as token ids and labels.
 
-    {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template
+    {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template,
+                                                               which also gets "tools"
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
     {"input_ids": [1, 2, ...], "labels": [-100, 2, ...]}       tokens as they are; labels by choice
@@ -8,19 +9,34 @@
 A record of token ids may have `attention_mask` and `position_ids`, too, but no other sample.
 
 Labels are the ids. Those that the loss does not count are -100: with `answers_only` all but what an
-assistant says, and all but the completion.
+assistant says, and all but the completion. A row begins once, and ends once: what the tokenizer
+adds to a text is left out if the text has it, and nothing ends between prompt and completion.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from dynmo.data.labels import IGNORED
 from dynmo.data.records import BrokenSampleError, Record
+from dynmo.data.tokenizer import SpecialTokens
 from dynmo.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+# What a kind of record needs, and the keys that it uses.
+_KINDS = (
+    ({"input_ids"}, {"input_ids", "labels", "attention_mask", "position_ids"}),
+    ({"messages"}, {"messages", "tools"}),
+    ({"prompt", "completion"}, {"prompt", "completion"}),
+    ({"text"}, {"text"}),
+)
 
 
 class Sample(NamedTuple):
@@ -45,6 +61,11 @@ class Encoder:
     longest: int
     vocab: int
     answers_only: bool = False
+    _named: set[str] = field(default_factory=set[str], init=False, compare=False)
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer)
 
     def check(self, record: Record) -> None:
         """Raises ConfigError if the tokenizer cannot encode records like the first one."""
@@ -84,11 +105,11 @@ class Encoder:
         elif self.tokenizer is None:
             raise BrokenSampleError(f"{place}: has no input_ids, as the first record has")
         elif "messages" in found:
-            sample = self._conversation(record["messages"], place)
+            sample = self._conversation(record["messages"], record.get("tools"), place)
         elif {"prompt", "completion"} <= found:
             sample = self._completion(*(_text(record, k, place) for k in ("prompt", "completion")))
         elif "text" in found:
-            ids = self._ended(self._ids(_text(record, "text", place)))
+            ids = self._ended(self._special.whole(_text(record, "text", place), self.longest))
             sample = Sample(ids, ids)
         else:
             columns = ", ".join(sorted(record)) or "nothing"
@@ -96,14 +117,27 @@ class Encoder:
                 f"{place}: has {columns}; a record needs messages, prompt and completion, text, or "
                 "input_ids"
             )
+        self._name_unused(found, place)
         sample = Sample(*(each[: self.longest] for each in sample))
         # The first token of a row has no loss, for none comes before it.
         if all(label == IGNORED for label in sample.labels[1:]):
             raise BrokenSampleError(f"{place}: none of its {len(sample.ids)} tokens counts")
         return sample
 
-    def _ids(self, text: str, special: bool = True) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    def has_special(self, record: Record) -> bool:
+        """Whether a text of a record has ids of a beginning or an end already."""
+        keys = (
+            () if {"input_ids", "messages"} & keys_of(record) else ("text", "prompt", "completion")
+        )
+        return any(self._special.are_in(record[key]) for key in keys if key in keys_of(record))
+
+    def _name_unused(self, found: set[str], place: str) -> None:
+        """Warns of keys that nothing uses, each once."""
+        used = next(used for needed, used in _KINDS if needed <= found)
+        for key in sorted(found - used - self._named):
+            self._named.add(key)
+            keys = ", ".join(sorted(used))
+            _logger.warning(f'{place}: nothing uses the key "{key}"; such a record has {keys}')
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
@@ -123,23 +157,25 @@ class Encoder:
         return _of_one_sample(record, Sample(ids, labels), place)
 
     def _completion(self, prompt: str, completion: str) -> Sample:
-        first = self._ids(prompt)
-        ids = self._ended([*first, *self._ids(completion, special=False)])
+        first = self._special.begun(prompt, self.longest)
+        ids = self._ended([*first, *self._special.following(completion, self.longest)])
         hidden = len(first) if self.answers_only else 0
         return Sample(ids, [IGNORED] * hidden + ids[hidden:])
 
-    def _conversation(self, messages: Any, place: str) -> Sample:
+    def _conversation(self, messages: Any, tools: Any, place: str) -> Sample:
         if not isinstance(messages, list) or not messages:
             raise BrokenSampleError(f"{place}: messages is not a list with messages")
         try:
-            ids = self._rendered(messages)
+            if isinstance(tools, str):
+                tools = json.loads(tools)
+            ids = self._rendered(messages, tools)
             if not self.answers_only:
                 return Sample(ids, ids)
             labels = [IGNORED] * len(ids)
             for turn, message in enumerate(cast("Sequence[Record]", messages)):
                 if message["role"] == "assistant":
-                    start = len(self._prefix(ids, messages[:turn], prompt=True))
-                    stop = len(self._prefix(ids, messages[: turn + 1], prompt=False))
+                    start = len(self._prefix(ids, messages[:turn], tools, prompt=True))
+                    stop = len(self._prefix(ids, messages[: turn + 1], tools, prompt=False))
                     labels[start:stop] = ids[start:stop]
         except ConfigError:
             raise
@@ -148,15 +184,15 @@ class Encoder:
             raise BrokenSampleError(f"{place}: the chat template refuses it: {said}") from None
         return Sample(ids, labels)
 
-    def _rendered(self, messages: Any, prompt: bool = False) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, add_generation_prompt=prompt
+    def _rendered(self, messages: Any, tools: Any, prompt: bool = False) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
-        return encoded["input_ids"]
+        return self._special.plain(text, self.longest)[: self.longest]
 
-    def _prefix(self, ids: list[int], messages: Any, prompt: bool) -> list[int]:
+    def _prefix(self, ids: list[int], messages: Any, tools: Any, prompt: bool) -> list[int]:
         """Returns the ids of the first messages, with which those of all must begin."""
-        found = self._rendered(messages, prompt) if messages else []
+        found = self._rendered(messages, tools, prompt) if messages else []
         if ids[: len(found)] != found:
             raise ConfigError(
                 "data.answers_only = true: the chat template writes earlier messages otherwise "
@@ -198,6 +234,10 @@ def _text(record: Record, key: str, place: str) -> str:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise BrokenSampleError(f"{place}: {key} has the type {kind}; it must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BrokenSampleError(f"{place}: {key} is no Unicode text ({error.reason})") from None
     return value
 
 

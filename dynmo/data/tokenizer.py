@@ -28,6 +28,8 @@ _FILES = (
     "vocab.txt",
 )
 _PIECE = 1 << 20
+_HEAD = 4096  # letters in which special tokens are looked for
+_LETTERS = 16  # of a long token
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -62,6 +64,72 @@ def load_tokenizer(folder: Path, vocab: int, trust_remote_code: bool = False) ->
             f"the model has {vocab} tokens; use the tokenizer that the model was trained with"
         )
     return tokenizer
+
+
+class SpecialTokens:
+    """The ids that a tokenizer adds around a text, which a text may have already.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+
+    Attributes:
+        first: Those before a text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added, plain = self._encode("a", special=True), self.plain("a")
+        at = next((i for i in range(len(added)) if added[i : i + len(plain)] == plain), len(added))
+        self.first, self._last = added[:at], added[at + len(plain) :]
+
+    def whole(self, text: str, longest: int | None = None) -> list[int]:
+        """Returns the ids of a text that is a row.
+
+        Args:
+            longest: Ids that are needed. Those behind them may be others. None means all.
+        """
+        ids = self.begun(text, longest)
+        there = next((n for n in range(len(self._last), 0, -1) if ids[-n:] == self._last[:n]), 0)
+        return ids + self._last[there:]
+
+    def begun(self, text: str, longest: int | None = None) -> list[int]:
+        """Returns the ids of a text that others follow."""
+        ids = self.plain(text, longest)
+        return self.first[: len(self.first) - self._there(ids)] + ids
+
+    def following(self, text: str, longest: int | None = None) -> list[int]:
+        """Returns the ids of a text that follows another one."""
+        ids = self.plain(text, longest)
+        return ids[self._there(ids) :]
+
+    def are_in(self, text: str) -> bool:
+        """Whether a text has an id of a beginning or an end. Only its start is looked at."""
+        known = {self._tokenizer.bos_token_id, self._tokenizer.eos_token_id} - {None}
+        return not known.isdisjoint(self.plain(text[:_HEAD]))
+
+    def plain(self, text: str, longest: int | None = None) -> list[int]:
+        """Returns the ids of a text alone. Of a long text only a part is read.
+
+        Ids change near a cut. So a part is long enough if another of twice its length has the
+        same first ids.
+        """
+        if longest is None or len(text) <= 2 * (letters := _HEAD + _LETTERS * longest):
+            return self._encode(text, special=False)
+        ids = self._encode(text[:letters], special=False)
+        while letters < len(text):
+            letters *= 2
+            before, ids = ids[:longest], self._encode(text[:letters], special=False)
+            if len(before) == longest and ids[:longest] == before:
+                break
+        return ids
+
+    def _there(self, ids: list[int]) -> int:
+        """Returns how many of the ids before a text are there already."""
+        fitting = range(len(self.first), 0, -1)
+        return next((n for n in fitting if ids[:n] == self.first[-n:]), 0)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def tokens_of(corpus: Corpus, tokenizer: Any) -> NDArray[np.int32]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from dynmo.data.tokenizer import SpecialTokens, has_tokenizer
 from dynmo.errors import ConfigError, InputError, one_line
 from dynmo.huggingface.saving import transformers_model
 from dynmo.models.huggingface.model import HuggingFaceModel
@@ -19,7 +20,12 @@ from dynmo.pipeline.torch_modes import in_own_modes
 
 @overload
 def generate(
-    pipeline: Pipeline, ids_or_text: Tensor, *, max_new_tokens: int = 32, tokenizer: Any = None
+    pipeline: Pipeline,
+    ids_or_text: Tensor,
+    *,
+    max_new_tokens: int = 32,
+    tokenizer: Any = None,
+    attention_mask: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -36,6 +42,7 @@ def generate(
     *,
     max_new_tokens: int = 32,
     tokenizer: Any = None,
+    attention_mask: Tensor | None = None,
 ) -> Tensor | str:
     """Continues token ids or a text by the most likely tokens.
 
@@ -47,9 +54,14 @@ def generate(
     Args:
         pipeline: The pipeline. Its model is one of `from_pretrained`.
         ids_or_text: Token ids [tokens] or [rows, tokens], or a text. Rows that are shorter than
-            others begin with the padding id of the generation config.
+            others begin with padding. A text is begun as the tokenizer begins one, if it does not
+            begin so, and not ended.
         max_new_tokens: Most tokens that are added. A row ends earlier after an id of the end.
-        tokenizer: A tokenizer of transformers, for a text. None takes that of the model's folder.
+        tokenizer: A tokenizer of transformers, for a text and the id of padding. None takes that of
+            the model's folder.
+        attention_mask: 1 for each id that counts and 0 for padding, in the shape of the ids. None
+            finds padding by the ids of the generation config and the tokenizer. Where such an id
+            is one of the end, too, only ids at the start of a row are padding.
 
     Returns:
         The ids with the new ones behind them, as int64 on the CPU, or the text without special
@@ -57,26 +69,37 @@ def generate(
 
     Raises:
         ConfigError: The model is not one of transformers, or there is no tokenizer for a text.
-        InputError: The ids have another form.
+        InputError: The ids or the mask have another form, or a row ends with padding.
     """
     model = transformers_model(pipeline._model, "generate")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens = {max_new_tokens!r}; give 1 or more")
     if isinstance(ids_or_text, str):
         tokenizer = tokenizer or _tokenizer(model.folder)
-        ids = torch.tensor([tokenizer(ids_or_text)["input_ids"]], dtype=torch.int64)
+        if attention_mask is not None:
+            raise InputError("attention_mask belongs to token ids; leave it out with a text")
+        ids = torch.tensor([SpecialTokens(tokenizer).begun(ids_or_text)], dtype=torch.int64)
         (row,) = _continued(pipeline, model, _checked(ids), max_new_tokens)
         return tokenizer.decode(row, skip_special_tokens=True)
     ids = _checked(ids_or_text)
-    longer = _continued(pipeline, model, ids.reshape(-1, ids.shape[-1]), max_new_tokens)
+    rows = ids.reshape(-1, ids.shape[-1])
+    if attention_mask is None:
+        mask = _mask_of(model, rows, tokenizer)
+    else:
+        mask = _checked_mask(attention_mask, ids).reshape(rows.shape)
+    longer = _continued(pipeline, model, rows, max_new_tokens, mask)
     return longer if ids.dim() == 2 else longer[0]
 
 
 def _continued(
-    pipeline: Pipeline, model: HuggingFaceModel, ids: Tensor, max_new_tokens: int
+    pipeline: Pipeline,
+    model: HuggingFaceModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    mask: Tensor | None = None,
 ) -> Tensor:
     ends, padding = _special_ids(model)
-    inputs = {"input_ids": ids, **_padded(model, ids, ends, padding)}
+    inputs = {"input_ids": ids, **_padded(model, mask)}
     unfinished = torch.ones(len(ids), dtype=torch.bool)
     for _ in range(max_new_tokens):
         added = _next_ids(pipeline, inputs)
@@ -106,17 +129,56 @@ def _next_ids(pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
     return world.everyone.sum(ids, "the next token")
 
 
-def _padded(
-    model: HuggingFaceModel, ids: Tensor, ends: list[int], padding: int | None
-) -> dict[str, Tensor]:
+def _padded(model: HuggingFaceModel, mask: Tensor | None) -> dict[str, Tensor]:
     """Returns the inputs beside the ids, if some ids are padding."""
-    if padding is None or padding in ends or not bool((ids == padding).any()):
+    if mask is None or bool(mask.all()):
         return {}
-    mask = (ids != padding).long()
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     known = inspect.signature(model.structure.model.forward).parameters
     given = {"attention_mask": mask, "position_ids": positions}
     return {name: value for name, value in given.items() if name in known}
+
+
+def _mask_of(model: HuggingFaceModel, ids: Tensor, tokenizer: Any) -> Tensor:
+    """Returns the mask of ids that may be padded.
+
+    An id of padding that means nothing else is padding anywhere. One that also ends or begins a
+    text is padding at the start of a row, if there are other rows.
+    """
+    ends, padding = _special_ids(model)
+    if tokenizer is None and len(ids) > 1 and model.folder and has_tokenizer(model.folder):
+        tokenizer = _tokenizer(model.folder)
+    pads, begins = {padding}, list[int]()
+    if tokenizer is not None:
+        pads.add(tokenizer.pad_token_id)
+        begins = SpecialTokens(tokenizer).first
+    pads -= {None}
+    mask = ~_among(ids, pads - {*ends, *begins})
+    if len(ids) > 1:
+        is_pad = _among(ids, pads)
+        leading = is_pad.long().cumprod(-1).bool()
+        if not pads.isdisjoint(begins[:1]):  # the last of them begins the row
+            leading = torch.cat([leading[:, 1:], torch.zeros_like(leading[:, :1])], dim=1)
+        mask &= ~leading
+        if tokenizer is not None and tokenizer.padding_side == "right":
+            mask[:, -1] &= ~is_pad[:, -1]
+    return _checked_mask(mask, ids)
+
+
+def _among(ids: Tensor, known: set[Any]) -> Tensor:
+    return torch.isin(ids, torch.tensor(sorted(known), dtype=torch.int64))
+
+
+def _checked_mask(mask: Any, ids: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        raise InputError(f"attention_mask needs the shape of the ids, {tuple(ids.shape)}")
+    mask = (mask.detach().to("cpu") != 0).long()
+    if not bool(mask[..., -1].all()):
+        raise InputError(
+            "a row ends with padding, so there is nothing to continue; put padding before the ids "
+            '(tokenizer.padding_side = "left"), or give attention_mask if these ids count'
+        )
+    return mask
 
 
 def _special_ids(model: HuggingFaceModel) -> tuple[list[int], int | None]:

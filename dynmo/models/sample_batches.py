@@ -12,6 +12,7 @@ from dynmo.data.records import Records
 from dynmo.data.sample_batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
+from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.models.row_cost import row_cost
 from dynmo.options import LARGEST
@@ -31,12 +32,14 @@ def batches_of(
     """Returns the batches that records give.
 
     Raises:
-        ConfigError: The first record cannot be encoded.
+        ConfigError: There is one record only, or the first one cannot be encoded.
     """
     own = model.options
     vocab = own.vocab if own is not None and own.kind == "hf" else LARGEST
     encoder = Encoder(tokenizer, sequence, vocab, options.answers_only)
-    check_first(records, encoder)
+    if len(records) < 2:
+        raise ConfigError("data.source has one record; one to train on and one held out are needed")
+    check_first(records, encoder, options.broken)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         pad = getattr(tokenizer, "eos_token_id", None) or 0

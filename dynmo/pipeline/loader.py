@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 from dynmo.data.ahead import Ahead
 from dynmo.data.options import DataOptions
-from dynmo.data.records import Records, Source, open_records
+from dynmo.data.records import BrokenSampleError, Records, Source, digest_of, open_records
 from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.sample_batches import batches_of
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.comm.agreement import agree, maxima, share_failures, share_texts
+from dynmo.runtime.comm.agreement import agree, share_failures, share_texts
 
 _DEFAULT = DataOptions()
 
@@ -126,20 +125,15 @@ class Loader:
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
         self._step, position = int(state["step"]), state.get("position")
-        digest, length = None, 0
+        digest = None
         if pipeline.needs_data:
             if options.streaming:
                 at = None if position is None else Position(*position)
                 self._records = open_stream(self._source, options.block, self._seed, at)
             elif self._records is None:
                 self._records = open_records(self._source)
-            length, digest = len(self._records), _digest(self._records)
+            digest = _digest(self._records)
         agree(world, digest, "the data (data.source)")
-        if int(maxima(world, (length,))[0]) < 2:
-            name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
-            raise ConfigError(
-                f"data.source = {name} has one record; one to train on and one held out are needed"
-            )
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(
@@ -220,5 +214,10 @@ class Loader:
 
 
 def _digest(records: Records) -> bytes:
-    ends = (json.dumps(records[at], default=str) for at in (0, len(records) - 1))
-    return hashlib.sha256("\n".join((str(len(records)), *ends)).encode()).digest()
+    def end(at: int) -> str:
+        try:
+            return digest_of(records[at])
+        except BrokenSampleError as error:
+            return str(error)
+
+    return f"{len(records)} {end(0)} {end(len(records) - 1)}".encode()

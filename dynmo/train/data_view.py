@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean, median
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dynmo.config import Config
+from dynmo.config import Config, with_options
 from dynmo.data.labels import IGNORED
 from dynmo.data.order import Order, windows_of
 from dynmo.data.records import BrokenSampleError
@@ -22,6 +23,7 @@ from dynmo.train.text import open_text, text_tokenizer
 
 _MOST = 10_000  # samples that are encoded for their lengths
 _SHOWN = 2
+_NAMED = 20  # broken samples that are named
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class DataView:
         microbatches: Rows and length of each microbatch of the first step.
         texts: The first samples, or the first window: pieces of text, and whether the loss counts
             them.
+        warnings: What is wrong with the data, a line each.
     """
 
     numbers: dict[str, float]
     histogram: dict[int, int]
     microbatches: list[tuple[int, int]]
     texts: list[list[tuple[str, bool]]]
+    warnings: list[str]
 
 
 def view_of(config: Config) -> DataView:
@@ -53,20 +57,25 @@ def view_of(config: Config) -> DataView:
 
 def _samples(config: Config) -> DataView:
     model = model_of(config)
+    # A broken sample ends no view, which names all of them.
+    config = with_options(config, ("data",), {"broken": "skip"})
     batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
     count = len(batches.records)
     looked = np.unique(np.linspace(0, count - 1, min(count, _MOST)).astype(int)).tolist()
-    lengths, counted, broken = list[int](), 0, 0
+    lengths, counted, broken, special = list[int](), 0, list[str](), 0
     for number in looked:
         try:
             sample = batches.encoded(number)
-        except BrokenSampleError:
-            broken += 1
+        except BrokenSampleError as error:
+            broken.append(str(error))
             continue
+        special += batches.encoder.has_special(batches.records[number])
         lengths.append(len(sample.ids))
         counted += sum(label != IGNORED for label in sample.labels[1:])
     if not lengths:
-        raise ConfigError(f"all {len(looked)} samples that were looked at are broken")
+        raise ConfigError(
+            f"all {len(looked)} samples that were looked at are broken; the first one: {broken[0]}"
+        )
     # The first power of two that is no shorter than the longest ends the list.
     edges = [2**power for power in range(1, (max(lengths) - 1).bit_length() + 1)]
     first = batches.train(0)
@@ -74,7 +83,7 @@ def _samples(config: Config) -> DataView:
     numbers = {
         "records": count,
         "looked_at": len(looked),
-        "broken": broken,
+        "broken": len(broken),
         "shortest": min(lengths),
         "median": median(lengths),
         "mean": mean(lengths),
@@ -82,12 +91,24 @@ def _samples(config: Config) -> DataView:
         "counted": counted / sum(lengths),
         "padding": padding.padded / padding.tokens,
     }
-    shown = batches.order.train(0).ravel().tolist()[:_SHOWN]
+    shown = list[list[tuple[str, bool]]]()
+    for number in batches.order.train(0).ravel().tolist():
+        with suppress(BrokenSampleError):
+            shown.append(_pieces(batches.encoded(number), tokenizer))
+    warnings = [f"broken: {text}" for text in broken[:_NAMED]]
+    if len(broken) > _NAMED:
+        warnings.append(f"broken: {len(broken) - _NAMED} more")
+    if special:
+        warnings.append(
+            f"{special} of {len(lengths)} records have special tokens in their text, which are "
+            "not added again; write the text without them if they do not belong there"
+        )
     return DataView(
         numbers,
         {edge: sum(edge // 2 < length <= edge for length in lengths) for edge in edges},
         [(len(each["input_ids"]), each["input_ids"].shape[1]) for each in first],
-        [_pieces(batches.encoded(number), tokenizer) for number in shown],
+        shown[:_SHOWN],
+        warnings,
     )
 
 
@@ -127,4 +148,4 @@ def _text(config: Config) -> DataView:
     else:
         text = _decoded(window.tolist(), tokenizer)
     microbatches = [(train.micro_batch, sequence)] * (train.global_batch // train.micro_batch)
-    return DataView(numbers, {}, microbatches, [[(text, True)]])
+    return DataView(numbers, {}, microbatches, [[(text, True)]], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tomllib
 from collections import deque
@@ -119,6 +120,7 @@ _batches: SampleBatches | None = None
 
 def _open(text: str) -> None:
     global _batches  # one for each process
+    logging.disable(logging.WARNING)  # the first process has said it
     config = parse(tomllib.loads(text))
     _batches = open_batches(config, model_of(config))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from transformers import AutoTokenizer
 
 from dynmo.config import load
 from dynmo.data.token_file import TokenFile
@@ -82,6 +83,20 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     assert done.status == 0, done.err
     assert "import«return x" in done.out
     assert "microbatches of the first step, rows x tokens: " in done.out
+
+
+def test_view_names_broken_lines_and_special_tokens(folder: Path, dynmo: Run) -> None:
+    lines = [json.dumps(row) for row in ROWS]
+    lines[0], lines[170] = "[", "{"
+    end = AutoTokenizer.from_pretrained(folder / "model").eos_token
+    lines[3] = json.dumps({"prompt": f"import{end}", "completion": "x"})
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    done = dynmo("data", "run.toml", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["broken"] == 2
+    assert "broken: rows.jsonl:1: no line of JSON" in done.err
+    assert "broken: rows.jsonl:171: no line of JSON" in done.err
+    assert "1 of 298 records have special tokens in their text" in done.err
 
 
 @pytest.mark.matrix

@@ -39,7 +39,12 @@ def test_any_objects_come_back(
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{", "no line of JSON"), ("[1]", "a list, not a JSON")]
+    ("line", "says"),
+    [
+        ("{", "no line of JSON"),
+        ("[1]", "a list, not a JSON"),
+        ("[" * 50_000 + "]" * 50_000, "its JSON is nested too deep"),
+    ],
 )
 def test_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     records = open_records(write_lines(tmp_path / "a.jsonl", ['{"text": "a"}', line]))

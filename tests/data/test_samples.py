@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dynmo.data.records import BrokenSampleError
 from dynmo.data.samples import Encoder
@@ -31,6 +33,70 @@ def tokenizer(small_llama: Path) -> Any:
     loaded: Any = AutoTokenizer.from_pretrained(small_llama)
     loaded.chat_template = TEMPLATE
     return loaded
+
+
+def with_special_tokens(added: str) -> Any:
+    """A tokenizer of letters that adds ids around each text."""
+    special = ["<pad>", "<bos>", "<eos>"]
+    vocab = {text: at for at, text in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz "])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(special)
+    ids = [(text, vocab[text]) for text in special]
+    backend.post_processor = processors.TemplateProcessing(single=added, special_tokens=ids)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+@pytest.mark.parametrize("added", ["<bos> $A", "<bos> $A <eos>", "$A <eos>", "$A"])
+def test_row_begins_and_ends_once(added: str) -> None:
+    tokenizer = with_special_tokens(added)
+    encoder, first = Encoder(tokenizer, 1000, VOCAB), "<bos>" * added.startswith("<bos>")
+
+    def written(**record: str) -> str:
+        return tokenizer.decode(encoder.encode(record, "a:1").ids).replace(" ", "")
+
+    assert written(text="hi") == f"{first}hi<eos>"
+    assert written(text="<bos>hi<eos>") == "<bos>hi<eos>"
+    assert written(prompt="hi", completion="yes") == f"{first}hiyes<eos>"
+    assert written(prompt="<bos>hi", completion="yes<eos>") == "<bos>hiyes<eos>"
+    assert encoder.has_special({"prompt": "<bos>hi", "completion": "yes"})
+    assert not encoder.has_special({"text": "hi"})
+
+
+def test_only_the_start_of_a_long_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_special_tokens("<bos> $A <eos>")
+    text = "hello " * 50_000
+    wanted = tokenizer(text)["input_ids"][:32]
+    read, encode = list[int](), type(tokenizer).__call__
+
+    def counting(self: Any, text: str, **options: Any) -> Any:
+        read.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    encoder = Encoder(tokenizer, 32, VOCAB)
+    assert encoder.encode({"text": text}, "a:1").ids == wanted
+    assert encoder.encode({"prompt": text, "completion": "x"}, "a:1").ids == wanted
+    tokenizer.chat_template = "<bos>{{ messages[0]['content'] }}"
+    talk = {"messages": [{"role": "user", "content": text}]}
+    assert encoder.encode(talk, "a:1").ids == wanted
+    assert sum(read) < len(text) / 2
+
+
+def test_unused_keys_are_named_once_and_tools_reach_the_template(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.chat_template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    encoder, tools = Encoder(tokenizer, 1000, VOCAB), [{"name": "def"}]
+    plain = encoder.encode({"messages": TURNS}, "a:1").ids
+    for given in (tools, json.dumps(tools)):
+        record = {"messages": TURNS, "tools": given, "id": 3, "none": None}
+        ids = encoder.encode(record, "a:2").ids
+        assert ids == [*tokenizer("def", add_special_tokens=False)["input_ids"], *plain]
+    assert [record.message for record in caplog.records] == [
+        'a:2: nothing uses the key "id"; such a record has messages, tools'
+    ]
 
 
 def test_conversation_has_the_ids_of_the_template(tokenizer: Any) -> None:
@@ -70,6 +136,7 @@ def test_text_is_cut_at_the_longest(tokenizer: Any) -> None:
     [
         ({"body": "a"}, "a:1: has body; a record needs messages"),
         ({"text": 3}, "a:1: text has the type int; it must be"),
+        ({"text": "a\ud800"}, "a:1: text is no Unicode text"),
         ({"text": None}, "a:1: has text; a record needs"),
         ({"messages": []}, "a:1: messages is not a list with messages"),
         ({"messages": [{"role": "user"}]}, "a:1: the chat template refuses it"),

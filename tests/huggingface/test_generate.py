@@ -89,6 +89,30 @@ def test_ids_of_one_row_stay_one_row(world: World) -> None:
     assert longer[:3].tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize("end", [PAD, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_rows_with_padding_before_them_go_on_as_alone(
+    world: World, tmp_path: Path, end: int, given: bool
+) -> None:
+    """Also if the id of padding is the one of the end."""
+    plain = save_model(tmp_path)
+    generation: Any = plain.generation_config
+    generation.pad_token_id, generation.eos_token_id = PAD, end
+    generation.save_pretrained(tmp_path)
+    pipeline = dynmo.Pipeline(dynmo.huggingface.from_pretrained(tmp_path), world, microbatches=1)
+    ids = prompt(padded=True)
+    mask = (ids != PAD).long() if given else None
+    longer = generate(pipeline, ids, max_new_tokens=NEW, attention_mask=mask)
+    for row, found in zip(ids, longer, strict=True):
+        alone = generate(pipeline, row[row != PAD], max_new_tokens=NEW)
+        new = alone[int((row != PAD).sum()) :]
+        assert found[6 : 6 + len(new)].tolist() == new.tolist()
+    with pytest.raises(InputError, match="a row ends with padding"):
+        generate(pipeline, ids, attention_mask=torch.zeros_like(ids))
+    with pytest.raises(InputError, match="needs the shape of the ids"):
+        generate(pipeline, ids, attention_mask=torch.ones(1, 6))
+
+
 def test_what_cannot_be_continued_is_refused(world: World) -> None:
     pipeline = dynmo.Pipeline(model_of(), world, microbatches=2)
     with pytest.raises(ConfigError, match=r"no tokenizer .* made of a config\); give token ids"):

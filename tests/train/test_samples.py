@@ -272,6 +272,41 @@ def test_broken_sample_is_left_out_and_counted(
     assert counted == [count - rows for count, rows in zip(tokens, (8, 6, 8, 8), strict=True)]
 
 
+def test_microbatch_without_a_good_sample_is_left_out(
+    pool: Pool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Also the first record, and each sample of a step. A run that was stopped goes on so."""
+    order, lines = Order(RECORDS, 4, 1, seed=0), lines_of(texts())
+    config = settings(tiny_llama, [], checkpoint={"every": 100}, parallel={"pipeline": 2})
+    config["train"] |= {"micro_batch": 1, "global_batch": 4, "steps": 3}
+    for number in {0, *order.train(1)[1:3].ravel().tolist(), *order.train(2).ravel().tolist()}:
+        lines[number] = "{"
+    settings(tiny_llama, lines)
+    config["data"]["broken"] = "skip"
+    alone = run(pool, config, tmp_path / "run")
+    assert alone["steps"] == 3
+    told = run(pool, config | {"parallel": {"replicas": 2}}, tmp_path / "two")
+    assert told["weights_digest"] == alone["weights_digest"]
+    parsed = parse(config)
+    batches = open_batches(parsed, model_of(parsed))
+    counted = [int((each["labels"] != -100).sum()) for each in batches.train(1)]
+    assert counted[1:3] == [0, 0]
+    assert counted[0] > 0 < counted[3]
+    later = batches.train(2)
+    assert all(
+        torch.equal(a["labels"], b["labels"]) for a, b in zip(later, batches.train(3), strict=True)
+    )
+
+
+def test_one_record_and_nothing_but_broken_ones_are_refused(tiny_llama: Path) -> None:
+    config = settings(tiny_llama, lines_of(texts()[:1]))
+    with pytest.raises(ConfigError, match="has one record; one to train on and one held out"):
+        plan_run(parse(config))
+    config = settings(tiny_llama, ["{", "["], data={"broken": "skip"})
+    with pytest.raises(ConfigError, match=r"all 2 records are broken; .*data\.jsonl:1: no line"):
+        plan_run(parse(config))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
