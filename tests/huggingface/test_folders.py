@@ -123,7 +123,9 @@ def test_adapters_fit_the_class_that_the_folder_names(name: str, tmp_path: Path)
     assert all(torch.equal(adapted[key], saved[key]) for key in saved)
     parts = [whole.eval()(input_ids=ids, use_cache=False).logits for ids in IDS.chunk(4)]
     assert isinstance(logits, torch.Tensor)
-    assert torch.equal(torch.cat(parts), logits)
+    # The classes may add the experts of a token in another order.
+    atol = 1e-6 if "Moe" in name else 0
+    torch.testing.assert_close(torch.cat(parts), logits, rtol=0, atol=atol)
 
 
 def test_adapters_of_the_language_model_go_on(tmp_path: Path) -> None:

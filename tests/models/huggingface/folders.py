@@ -37,8 +37,14 @@ WHOLE = {
     "WhisperForCausalLM": "WhisperForConditionalGeneration",
 }
 
-# Classes whose own code makes parameters in float32, without a pattern.
-BY_CODE = ("HunYuanMoEV1ForCausalLM",)
+# Classes whose own code makes tensors in float32, without a pattern.
+BY_CODE = (
+    "HunYuanMoEV1ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "XLNetLMHeadModel",
+    "ZambaForCausalLM",
+    "ZayaForCausalLM",
+)
 
 # Names that patterns of transformers mean, and that no block of a model has.
 _NAMES = (
@@ -180,7 +186,7 @@ def kept(name: str, dtype: torch.dtype) -> list[str]:
 
 
 def _short(name: str) -> str:
-    return re.sub(r"^.*?(layers|h|blocks)\.\d+\.", "", name)
+    return re.sub(r"^.*?(layers?|h|blocks)\.\d+\.", "", name)
 
 
 def check_files(folder: Path, out: Path, beside: Collection[str]) -> None:
