@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
+from dynmo.models.extra_state import extra_state_problems
 from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of, is_sum
 from dynmo.models.options import ModelOptions
 from dynmo.models.reach import generators_of
@@ -229,6 +230,7 @@ def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
     tied = list[Pair]()
     for index, layer in enumerate(layers):
         yield from _module_problems(index, layer)
+        yield from extra_state_problems(index, layer)
         for path, generator in generators_of(layer).items():
             if (first := drawn.setdefault(id(generator), index)) != index:
                 yield f"layer {first} and {_shared_generator(index, path)}"

@@ -153,6 +153,7 @@ class Actions:
             partial(store.moved, layout, plan),
         )
         store.tied.join()
+        store.share_flags()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
         if layout.stage_ranks != before.stage_ranks:

@@ -185,6 +185,40 @@ def test_generators_and_buffers_of_a_loss_are_state(
             assert told["resumed"] == pytest.approx(2 * wanted[3:], rel=1e-5)
 
 
+class Counted(nn.Linear):
+    """Counts its steps beside its buffers, as torch's extra state."""
+
+    def __init__(self, step: Any = 1) -> None:
+        super().__init__(8, 8)
+        self.step = step
+
+    def get_extra_state(self) -> Any:
+        return {"step": self.step}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.step = state["step"]
+
+
+def counted(world: dynmo.World, folder: str) -> int:
+    pipeline = make(world, four(Counted))
+    if 1 in pipeline.modules:
+        pipeline.modules[1].step = 7
+    if world.size > 1:
+        pipeline.move((1, 3))
+    pipeline.step(X, Y)
+    pipeline.save(folder)
+    again = make(world, four(Counted), resume=folder)
+    return sum(each.modules[1].step for each in (pipeline, again) if 1 in each.modules)
+
+
+def test_extra_state_moves_and_is_saved(pool: Pool, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        told = pool.run(HERE + "counted", ranks, folder=str(tmp_path / str(ranks)))
+        assert sum(told) == 14
+    with pytest.raises(ConfigError, match=r"get_extra_state .* of layer 1 returns a dict that"):
+        dynmo.Sequential(four(lambda: Counted(object())))
+
+
 def test_generator_of_two_layers_is_refused() -> None:
     shared = torch.Generator()
     with pytest.raises(ConfigError, match=r"layer 1 and layer 2 \(generator\) draw from one"):
@@ -277,6 +311,26 @@ def test_changed_layer_trains_as_in_plain_torch(
     if what in ("pruned", "parametrized"):
         with pytest.raises(ConfigError, match=r"layer 1 \(\w+\) got other parameters .* weight"):
             pipeline.save(tmp_path)
+
+
+def frozen(world: dynmo.World) -> list[float]:
+    """The rank of two layers freezes them as plain torch does. Then they move."""
+    pipeline = make(world, four(), schedule="zb-h1")
+    losses = [pipeline.step(X, Y).loss]
+    for index in (0, 1):
+        if index in pipeline.modules:
+            pipeline.modules[index].requires_grad_(False)
+    for counts in ((2, 2), (1, 3), (3, 1)):
+        if world.size > 1:
+            pipeline.move(counts)
+        losses.append(pipeline.step(X, Y).loss)
+    return losses
+
+
+def test_layer_that_the_loop_freezes_moves(pool: Pool) -> None:
+    (alone,) = pool.run(HERE + "frozen", 1)
+    assert alone[-1] < alone[0]
+    assert pool.run(HERE + "frozen", 2) == [alone] * 2
 
 
 def pruned(world: dynmo.World) -> str:

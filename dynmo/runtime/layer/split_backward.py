@@ -40,6 +40,7 @@ from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, splits, used_leaves
 from dynmo.kernels.torch_private import FunctionBase, reshape_unsafe, run_backward
+from dynmo.models.extra_state import extra_state_of, set_extra_state
 from dynmo.models.reach import generators_of, modules_of
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, is_alias, mark_alias, obstacle, spec_of
@@ -54,7 +55,7 @@ from dynmo.schedule.op import Kind
 _logger = logging.getLogger(__name__)
 
 # Prefixes of what `Layer.beside` returns.
-_GENERATOR, _LOSS = "generator ", "loss "
+_GENERATOR, _LOSS, _EXTRA = "generator ", "loss ", "extra "
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
@@ -200,7 +201,7 @@ class Layer:
         return {} if self._loss is None else dict(self._loss.named_buffers())
 
     def beside(self) -> dict[str, Tensor]:
-        """Returns state that no module of the layer has: of generators, and of the loss.
+        """Returns state that is no buffer of the layer: of generators, the loss, and extra state.
 
         A buffer of the loss counts if a forward has written to it.
         """
@@ -208,6 +209,7 @@ class Layer:
             f"{_GENERATOR}{name}": generator.get_state()
             for name, generator in self.buffers.generators.items()
         }
+        states |= {f"{_EXTRA}{name}": t for name, t in extra_state_of(self.module).items()}
         return states | {
             f"{_LOSS}{name}": buffer
             for name, buffer in self._loss_buffers.items()
@@ -216,6 +218,8 @@ class Layer:
 
     def put_beside(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `beside` returned."""
+        extra = {key.removeprefix(_EXTRA): t for key, t in state.items() if key.startswith(_EXTRA)}
+        set_extra_state(self.module, extra)
         for key, value in state.items():
             if (name := key.removeprefix(_GENERATOR)) in self.buffers.generators:
                 self.buffers.generators[name].set_state(value.cpu())

@@ -357,6 +357,18 @@ class LayerStore:
                 "pipeline is made"
             )
 
+    def share_flags(self) -> None:
+        """Tells all ranks which layers train, if a loop has changed `requires_grad` by itself."""
+        table = torch.zeros(self.model.layers, dtype=torch.int64)
+        for index in self.layers:
+            table[index] = 1 + _trains(self.modules[index])
+        self.world.everyone.largest(table, "which layers train")
+        for index, flag in enumerate(table.tolist()):
+            module = self.modules[index]
+            if index not in self.layers and _trains(module) != (flag == 2):
+                for parameter in module.parameters():
+                    parameter.requires_grad_(flag == 2 and parameter.is_floating_point())
+
     def renewed(self) -> None:
         """Takes note that the same ranks have met anew."""
         self.replicas.close()
@@ -449,6 +461,10 @@ class LayerStore:
         state = self.state(index, whole=True).items()
         end = "/master"
         return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _are_double(modules: Sequence[nn.Module]) -> bool:
