@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -117,6 +116,5 @@ def fickle(world: dynmo.World) -> str:
     layers = [nn.Linear(2, 2), Fickle(2, 2), nn.Linear(2, 2)]
     Fickle.calls = 0
     pipeline = make(world, layers, microbatches=3, schedule="1f1b")
-    with pytest.raises(dynmo.DynmoError) as refused:
-        pipeline.step(torch.ones(3, 2), torch.ones(3, 2))
-    return str(refused.value)
+    pipeline.step(torch.ones(3, 2), torch.ones(3, 2))
+    return pipeline.digest()
