@@ -182,12 +182,12 @@ def _serve() -> None:
                 generation=job["generation"],
             )
             try:
-                reply = {"result": function(world, **job["arguments"])}
+                reply = json.dumps({"result": function(world, **job["arguments"])})
             finally:
                 world.close()
         except Exception:
-            reply = {"error": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
+            reply = json.dumps({"error": traceback.format_exc()})
+        replies.write(f"{reply}\n")
         replies.flush()
 
 
