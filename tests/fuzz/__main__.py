@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dynmo.train.compile_ahead import prepare
 from tests.fuzz.draws import draw
+from tests.fuzz.modules import run_modules
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
 from tests.fuzz.recorded import write_case
 from tests.fuzz.report import commit_of_files, passed, replay, summary, write_counts
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, default=Path("runs", "fuzz"), help="for TOML files of failures")
     add("--out", type=Path, help="write the counts to this file, as JSON")
     add("--write", type=Path, help="write the equal cases to this folder, with their digests")
+    add("--modules", action="store_true", help="small modules instead, held to plain torch, too")
     add("--show", action="store_true", help="print the TOML files and run nothing")
     share = "share of the cases whose mesh or number of ranks changes"
     add("--elastic", type=float, default=0.35, help=share)
@@ -86,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 1 if a case failed or too many were refused.
     """
     options = _parser().parse_args(arguments)
+    if options.modules:
+        prepare()
+        return run_modules(options)
     numbers = [options.only]
     if options.only is None:
         numbers = range(options.first, options.first + options.cases)

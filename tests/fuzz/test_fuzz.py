@@ -24,9 +24,11 @@ from dynmo.schedule.catalogue import AUTO, SCHEDULES
 from tests import digests
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
-from tests.fuzz import loops
+from tests.fuzz import loops, modules
 from tests.fuzz.__main__ import main
 from tests.fuzz.draws import STOP, Case, Tables, draw, reference_of
+from tests.fuzz.grammar import EXTRAS, LEFT_OUT, LOSSES, PARTS, PRODUCTS, WEIGHTS, WRITES, source_of
+from tests.fuzz.grammar import draw as draw_module
 from tests.fuzz.layers import LAYERS
 from tests.fuzz.models import model_of
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
@@ -77,6 +79,63 @@ def test_drawn_loops_cover_every_choice() -> None:
     assert {case["same"]["head_tokens"] for case in cases} == {None, 1, 5, 8, 100}
     for key in ("masked", "tied", "groups", "eval_part", "moves"):
         assert {case[key] for case in cases} == {False, True}
+
+
+def test_short_run_of_modules_gives_plain_torchs_numbers(pool: Pool) -> None:
+    """`python -m tests.fuzz --modules --seed 2 --cases 40`."""
+    outcomes = [modules.run_case(pool, modules.draw_valid(2, number)) for number in range(40)]
+    assert [(o.case["number"], o.what) for o in outcomes if o.kind == FAILED] == []
+    assert sum(o.kind == EQUAL for o in outcomes) > 25
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("x = x * (1 + 1e-4 * (RANK == '1'))", "two ranks and one, or each other differ in loss"),
+        ("x = x * (1 + 1e-4 * (RANK != ''))", "one rank and plain torch differ in loss"),
+        ("assert RANK == ''", "one rank: AssertionError"),
+        ("self.b = self.w if RANK == '' else x.to_sparse()", "unfair refusal: layer 2 (Layer2) ret"),
+    ],
+)
+def test_planted_faults_of_modules_are_reported(pool: Pool, line: str, what: str) -> None:
+    layer = {"init": ["self.w = nn.Parameter(draw(W, W))"], "body": ["x = x @ self.w"]}
+    layer |= {"class": [], "returns": "x"}
+    last = layer | {"body": ["import os; RANK = os.environ.get('RANK', '')", line]}
+    case = draw_module(1, 0) | {"made": [], "tied": [], "loss": LOSSES["mean"], "inputs": "tensor"}
+    case |= {"layers": [layer, layer, last], "plan": [["step"], ["move", 1], ["step"]]}
+    case |= {"options": {"schedule": "zb-h1", "microbatches": 2, "max_grad_norm": 0.0}}
+    outcome = modules.run_case(pool, case)
+    assert (outcome.kind, what in outcome.what) == (FAILED, True), outcome
+
+
+def test_drawn_modules_cover_every_choice() -> None:
+    cases = [draw_module(1, number) for number in range(600)]
+    kinds = {kind for case in cases for kind in case["kinds"]}
+    tables = {"weight": WEIGHTS, "product": PRODUCTS, "write": WRITES, "part": PARTS}
+    tables |= {"loss": LOSSES, "extra": EXTRAS}
+    every = {f"{name}: {kind}" for name, table in tables.items() for kind in table}
+    assert every <= kinds | LEFT_OUT.keys()
+    assert LEFT_OUT.keys().isdisjoint(kinds)
+    events = {event[0] for case in cases for event in case["plan"]}
+    assert events == {*modules.EVENTS}
+    assert {case["options"]["schedule"] for case in cases} == {AUTO, *SCHEDULES}
+    assert draw_module(1, 5) == cases[5] != draw_module(2, 5)
+
+
+def test_failed_module_shrinks_to_what_fails() -> None:
+    case = draw_module(1, 3)
+    wanted = next(line for layer in case["layers"] for line in layer["body"])
+    assert wanted != modules.NEW
+
+    def run(case: Tables) -> modules.Outcome:
+        fails = wanted in source_of(case)
+        return modules.Outcome(case, FAILED if fails else EQUAL, "planted" if fails else "")
+
+    smallest = modules.shrink(run(case), run).case
+    lines = [line for layer in smallest["layers"] for line in layer["body"]]
+    assert [line for line in lines if line != modules.NEW] == [wanted]
+    assert (smallest["plan"], smallest["options"]["schedule"]) == ([["step"]], "1f1b")
+    assert f"        {wanted}\n" in modules.script_of(smallest)
 
 
 # -- what is drawn -------------------------------------------------------------------------------
