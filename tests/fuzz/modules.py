@@ -9,6 +9,7 @@ another order. Or one line refuses the module.
 from __future__ import annotations
 
 import copy
+import itertools
 import linecache
 import re
 import sys
@@ -19,7 +20,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ _LIMITS = {"parallel": {"timeout": 40.0}}
 FAIR: dict[str, str] = {
     r"the parameter .* has a hook, which would not move": "W adds gradients without autograd",
     r"one parameter under two names": "one module can keep it",
-    r"share the parameter tie; .* say dynmo\.Sequential": "the line to write is in the message",
+    r"share the parameter \w+; .* say dynmo\.Sequential": "the line to write is in the message",
     r"the loss reads |the loss \(\w+\) has the parameter": "no optimizer of a rank would have it",
     r"\) reads the \w+ .* of layer \d": "the other layer may be on another rank",
     r"its forward writes to its attribute": "a state_dict has no attributes either",
@@ -104,7 +104,7 @@ def train(world: World, case: Tables, folder: str, config: Tables) -> dict[str, 
 
 def draw_valid(seed: int, number: int) -> Tables:
     """Draws a case that plain torch trains."""
-    cases = (draw(seed, number, attempt) for attempt in count())
+    cases = (draw(seed, number, attempt) for attempt in itertools.count())
     return next(case for case in cases if "error" not in train_plainly(case))
 
 
@@ -126,7 +126,11 @@ def run_case(pool: Pool, case: Tables) -> Outcome:
             return Outcome(case, FAILED, f"hang or crash: {lost}")
         except JobFailed as failed:
             return Outcome(case, FAILED, "crash outside of the run", str(failed))
-    runs = {"one rank": first["alone"], "rank 0 of 2": first["ranks"], "rank 1 of 2": second["ranks"]}
+    runs = {
+        "one rank": first["alone"],
+        "rank 0 of 2": first["ranks"],
+        "rank 1 of 2": second["ranks"],
+    }
     wrong = {where: run for where, run in runs.items() if "error" in run}
     for where, run in wrong.items():
         if run["status"] is None:
@@ -150,7 +154,7 @@ def run_case(pool: Pool, case: Tables) -> Outcome:
 
 
 def _different(ours: Tables, theirs: Tables, tolerance: float) -> str | None:
-    """Says in what two runs differ by more than `tolerance`, relative to a tensor's largest value."""
+    """Says in what two runs differ by more than `tolerance` of a tensor's largest value."""
     who = "one rank and plain torch" if tolerance else "two ranks and one, or each other"
     keys = ours["state"].keys() ^ theirs["state"].keys()
     if keys:
@@ -237,10 +241,9 @@ def script_of(case: Tables) -> str:
         "                b = plain['state'].get(name, [])",
         "                print(name, max((abs(x - y) for x, y in zip(a, b)), default='missing'))",
     ]
-    return "\n".join(
-        ["from __future__ import annotations\nimport tempfile", source_of(case)]
-        + [trained.replace("from __future__ import annotations\n", ""), *lines, ""]
-    )
+    future = "from __future__ import annotations\n"
+    parts = [f"{future}import tempfile", source_of(case), trained.replace(future, ""), *lines]
+    return "\n".join([*parts, ""])
 
 
 class Runner:

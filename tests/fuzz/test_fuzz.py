@@ -94,13 +94,15 @@ def test_short_run_of_modules_gives_plain_torchs_numbers(pool: Pool) -> None:
         ("x = x * (1 + 1e-4 * (RANK == '1'))", "two ranks and one, or each other differ in loss"),
         ("x = x * (1 + 1e-4 * (RANK != ''))", "one rank and plain torch differ in loss"),
         ("assert RANK == ''", "one rank: AssertionError"),
-        ("self.b = self.w if RANK == '' else x.to_sparse()", "unfair refusal: layer 2 (Layer2) ret"),
+        ("self.table = nn.Embedding(4, 8, sparse=True)", "unfair refusal: Sequential: "),
     ],
 )
 def test_planted_faults_of_modules_are_reported(pool: Pool, line: str, what: str) -> None:
     layer = {"init": ["self.w = nn.Parameter(draw(W, W))"], "body": ["x = x @ self.w"]}
     layer |= {"class": [], "returns": "x"}
-    last = layer | {"body": ["import os; RANK = os.environ.get('RANK', '')", line]}
+    section = "init" if line.startswith("self.") else "body"
+    read = "import os; RANK = os.environ.get('RANK', '')"
+    last = layer | {section: [read, *layer[section], line]}
     case = draw_module(1, 0) | {"made": [], "tied": [], "loss": LOSSES["mean"], "inputs": "tensor"}
     case |= {"layers": [layer, layer, last], "plan": [["step"], ["move", 1], ["step"]]}
     case |= {"options": {"schedule": "zb-h1", "microbatches": 2, "max_grad_norm": 0.0}}

@@ -41,6 +41,7 @@ class Plain:
         torch.manual_seed(case["seed"])
         self._make()
         self._saved: Any = None
+        self._frozen = set[nn.Parameter]()
 
     def _make(self) -> None:
         self.layers: list[nn.Module] = self._names["make"]()
@@ -95,12 +96,11 @@ class Plain:
         run_change(line, self.layers[index], self._names)
 
     def freeze(self, layers: list[int], frozen: bool = True) -> None:
-        for index in layers:
-            for parameter in self.layers[index].parameters():
-                if frozen:
-                    parameter.was_trained = parameter.requires_grad  # pyright: ignore[reportAttributeAccessIssue]
-                trained: bool = parameter.was_trained  # pyright: ignore[reportAttributeAccessIssue]
-                parameter.requires_grad_(trained and not frozen)
+        held = {p for index in layers for p in self.layers[index].parameters()}
+        if frozen:
+            self._frozen = {p for p in held if p.requires_grad}
+        for parameter in self._frozen:
+            parameter.requires_grad_(not frozen)
 
     def _generators(self) -> list[torch.Generator]:
         several = [vars(part).values() for part in self.model.modules()]
@@ -111,16 +111,21 @@ class Plain:
         states = [x.get_state().clone() for x in self._generators()]
         loss = self._names["loss"]
         of_loss = loss.state_dict() if isinstance(loss, nn.Module) else {}
+        # dynmo's checkpoints have all buffers, since a resume continues the unbroken run.
+        buffers = dict(self.model.named_buffers())
         self._saved = copy.deepcopy(
-            (self.model.state_dict(), self.optimizer.state_dict(), of_loss, states)
+            (self.model.state_dict(), self.optimizer.state_dict(), of_loss, states, buffers)
         )
 
     def load(self) -> None:
-        model, optimizer, of_loss, states = copy.deepcopy(self._saved)
+        model, optimizer, of_loss, states, buffers = copy.deepcopy(self._saved)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         if of_loss:
             self._names["loss"].load_state_dict(of_loss)
+        for name, buffer in buffers.items():
+            path, _, key = name.rpartition(".")
+            self.model.get_submodule(path)._buffers[key] = buffer
         for generator, state in zip(self._generators(), states, strict=True):
             generator.set_state(state)
 

@@ -543,20 +543,20 @@ class Layer:
         outputs = as_tuple(out)
         what = f"{self.name} returned"
         if len(outputs) > MOST_TENSORS:
-            raise RunError(
+            raise ConfigError(
                 f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let "
                 "it stack them"
             )
         for y in outputs:
             if not isinstance(y, Tensor):
                 among = "" if y is out else f" among its {len(outputs)} outputs"
-                raise RunError(
+                raise ConfigError(
                     f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of "
                     "tensors"
                 )
             reason = obstacle(y)
             if reason is not None:
-                raise RunError(f"{what} {reason}")
+                raise ConfigError(f"{what} {reason}")
         return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
     def _rerun_forward(
@@ -819,7 +819,9 @@ def _described(spec: Spec) -> str:
 
 def _differs(original: Tensor, copy: Tensor) -> bool:
     """Returns whether a fresh copy was written to. `.data` does not raise its version."""
-    return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
+    return copy._version > 0 or (
+        type(copy) is Tensor and not has_same_bits(original.detach(), copy)
+    )
 
 
 def _sums(module: nn.Module) -> dict[str, int]:
