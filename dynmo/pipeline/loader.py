@@ -15,7 +15,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.sample_batches import batches_of
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.comm.agreement import agree, share_failures, share_texts
+from dynmo.runtime.comm.agreement import agree, maxima, share_failures, share_texts
 
 _DEFAULT = DataOptions()
 
@@ -125,15 +125,20 @@ class Loader:
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
         self._step, position = int(state["step"]), state.get("position")
-        digest = None
+        digest, length = None, 0
         if pipeline.needs_data:
             if options.streaming:
                 at = None if position is None else Position(*position)
                 self._records = open_stream(self._source, options.block, self._seed, at)
             elif self._records is None:
                 self._records = open_records(self._source)
-            digest = _digest(self._records)
+            length, digest = len(self._records), _digest(self._records)
         agree(world, digest, "the data (data.source)")
+        if int(maxima(world, (length,))[0]) < 2:
+            name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
+            raise ConfigError(
+                f"data.source = {name} has one record; one to train on and one held out are needed"
+            )
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(
