@@ -378,11 +378,11 @@ class Layer:
         self.buffers.renew(self._writes_in_place)
         versions = {} if self._measured else self.buffers.versions()
         state = PlainState(self.module) if self._others and not self._measured else None
-        outputs = (
-            self._call(inputs, finish, True)
-            if self._recompute
-            else self._call_to_keep(inputs, finish)
-        )
+        if self._recompute:
+            # A hook that the layer puts on an input is for the run in B alone.
+            outputs = self._call(tuple(map(_without_hooks, inputs)), finish, True)
+        else:
+            outputs = self._call_to_keep(inputs, finish)
         buffers = self.buffers.written(before, waits=False) if keeps else {}
         self._writes_in_place.update(
             key for key, (buffer, version) in versions.items() if buffer._version != version
@@ -743,6 +743,13 @@ class Layer:
 
 def as_tuple(out: object) -> tuple[Any, ...]:
     return tuple(cast("Sequence[object]", out)) if isinstance(out, tuple | list) else (out,)
+
+
+def _without_hooks(x: Tensor) -> Tensor:
+    same = x.detach().requires_grad_(x.requires_grad)
+    if is_alias(x):
+        mark_alias(same)
+    return same
 
 
 def _with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:

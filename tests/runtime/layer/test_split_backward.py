@@ -421,6 +421,21 @@ def test_loss_may_have_no_gradient(recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+def test_hook_that_a_forward_puts_on_its_input_runs_once(recompute: bool) -> None:
+    def halved(_: nn.Module, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 0.5 * gradient)
+        return 3 * x
+
+    layer = layer_of(Net(halved))
+    layer.switch_recompute(recompute)
+    for j in range(2):
+        run_f(layer, torch.ones(3, 6, requires_grad=True), j=j)
+        (gx,) = layer.backward_input(j, (torch.ones(3, 6),), deferred=False)
+        assert torch.equal(gx, torch.full((3, 6), 1.5))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
 def test_constant_outputs_stay_constant(recompute: bool) -> None:
     """They have no gradient. A gradient that comes and goes is zeros while it is away."""
 
