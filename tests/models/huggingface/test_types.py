@@ -31,6 +31,14 @@ TRAINED = [
     for name, kind in sorted(kinds().items())
     if kind not in ("emu3", "mllama") and f"| `{name}` | `{kind}` |  |" not in PAGE.read_text()
 ]
+# transformers cannot build them from a config of small sizes, or needs a package for it.
+NOT_BUILT = {
+    "Gemma3nForConditionalGeneration",
+    "Gemma4AssistantForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM",
+    "MusicgenForCausalLM",
+    "MusicgenMelodyForCausalLM",
+}
 BYTES = ("weight", "gradient", "optimizer", "rollback", "activation", "stash", "output")
 IDS = torch.randint(3, VOCABULARY - 6, (4, 7), generator=torch.Generator().manual_seed(0))
 
@@ -77,13 +85,10 @@ def test_types_and_logits_are_those_of_transformers(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", sorted({*kinds()} - {*classes()}))
+@pytest.mark.parametrize("name", sorted({*kinds()} - {*classes()} - NOT_BUILT))
 def test_no_other_class_keeps_float32(name: str) -> None:
     """The page of folders has every class that keeps some parameters or saved buffers."""
-    try:
-        found = [*kept(name, torch.bfloat16), *kept(name, torch.float16)]
-    except Exception as error:  # transformers has several kinds
-        pytest.skip(f"not built: {error}")
+    found = [*kept(name, torch.bfloat16), *kept(name, torch.float16)]
     assert not found
 
 
