@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,9 +123,19 @@ def within_caps(
     first_trainable: int,
     objective: Objective,
 ) -> tuple[float, Callable[[], Schedule]]:
-    """Find the shortest repeating block in a V that the caps allow: its time, and the schedule."""
-    most = float(microbatches)  # no more are ever on their way
-    return _shortest(name, _case(name, most, costs, microbatches, caps, first_trainable, objective))
+    """Find the shortest repeating block in a V that the caps allow: its time, and the schedule.
+
+    The search is no proof: with more memory it may find a longer block. It therefore runs with the
+    memory of zb-v, too.
+    """
+    ranks = len(costs.stages) // 2
+    # No more than all microbatches are ever on their way.
+    limits = {float(min(ranks, microbatches)), float(microbatches)}
+    found = (
+        _shortest(name, _case(name, most, costs, microbatches, caps, first_trainable, objective))
+        for most in sorted(limits)
+    )
+    return min(found, key=itemgetter(0))
 
 
 def _shortest(name: str, case: _Case) -> tuple[float, Callable[[], Schedule]]:

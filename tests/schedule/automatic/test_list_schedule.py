@@ -32,7 +32,7 @@ def test_any_costs_within_any_memory(data: st.DataObject) -> None:
     length = timeline.length(objective)
     least = lower_bound_on(v_stage_ranks(ranks), costs, m, frozen, objective)
     assert least <= length * (1 + 1e-9)
-    # zb-v keeps to p activations besides.
+    # zb-v keeps to p activations besides. Its search is one of two that v-auto compares.
     blocks = v_shape("zb-v", costs, m, caps=caps, first_trainable=frozen, objective=objective)
     assert length <= simulate(blocks, costs).length(objective) * (1 + 1e-9)
 
