@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, InputError, one_line, place
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ def _explain(place: tuple[str | int, ...], alternatives: list[ErrorDetails]) -> 
         return first  # a record whose keys do not fit together: the message names them
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     problem = alternatives[0]
+    if problem["type"] == "extra_forbidden":
+        advice = counterpart(str(place[-1]), python=True)
+        first = first if advice is None else f"{first}; {advice}"
     shown = "" if problem["type"] == "missing" else f" = {_short(problem['input'])}"
     more = "".join(f" or {other.removeprefix('must be ')}" for other in others)
     return f"{key.lstrip('.')}{shown}: {first}{more}"

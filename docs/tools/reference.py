@@ -1,8 +1,8 @@
 """The generated parts of docs/reference.
 
 They are configuration keys, options of commands and public names. Generated text stands between
-`<!-- keys: SECTION -->`, `<!-- options: COMMAND -->` or `<!-- names -->` and `<!-- end -->`. The
-text around these marks is written by hand.
+`<!-- keys: SECTION -->`, `<!-- options: COMMAND -->`, `<!-- names -->` or `<!-- counterparts -->`,
+and `<!-- end -->`. The text around these marks is written by hand.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ import dynmo
 from dynmo.balance.balancers import BALANCERS
 from dynmo.cli import app
 from dynmo.config import Config
+from dynmo.counterparts import COUNTERPARTS
 from dynmo.options import LARGEST, Options, section_in, value_text
 from dynmo.schedule.catalogue import SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"
-PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
+PAGES = [
+    *(FOLDER / name for name in ("configuration.md", "commands.md", "python.md")),
+    FOLDER.parent / "how-to/other-trainers.md",
+]
 _TYPES: dict[object, str] = {
     bool: "boolean",
     int: "integer",
@@ -37,7 +41,9 @@ _TYPES: dict[object, str] = {
     type(None): "",
 }
 _FEW = 4
-MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(
+    r"<!-- (keys|options|names|counterparts)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL
+)
 
 
 # -- configuration ---------------------------------------------------------------------------------
@@ -206,6 +212,24 @@ def _name_text(name: str) -> str:
     return f"- `{name}`: {first} Options: [`[{section}]`](configuration.md#{anchor})."
 
 
+def counterparts_table() -> str:
+    """One row per option of other trainers."""
+
+    def code(text: str) -> str:
+        return text and f"`{text}`"
+
+    rows = [
+        (
+            ", ".join(map(code, each.names.split())),
+            code(each.file),
+            code(each.python),
+            f"{each.note[:1].upper()}{each.note[1:]}.",
+        )
+        for each in COUNTERPARTS
+    ]
+    return table(("you know", "in a file", "in Python", "note"), rows)
+
+
 # -- pages -----------------------------------------------------------------------------------------
 
 
@@ -224,9 +248,14 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         kind, name = match[1], match[2] or ""
-        content = {"keys": keys_table, "options": options_table, "names": lambda _: names_text()}[
-            kind
-        ](name)
+        makers = {"keys": keys_table, "options": options_table}
+        content = (
+            makers[kind](name)
+            if name
+            else names_text()
+            if kind == "names"
+            else counterparts_table()
+        )
         mark = f"{kind}: {name}" if name else kind
         return f"<!-- {mark} -->\n\n{content}\n\n<!-- end -->"
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from dynmo.config.checks import first_problem
 from dynmo.config.sections import Config
+from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, one_line
 from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
 from dynmo.options import Options, problems_of, section_in, value_text
@@ -217,10 +218,13 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 def _unknown(parts: tuple[str, ...]) -> str:
     """Says that a key is unknown, and suggests the nearest key.
 
-    Suggests a key of the same section, or else the same word in another section. For an unknown
-    section, compares the whole path.
+    Knows the keys of other trainers. Otherwise suggests a key of the same section, or else the same
+    word in another section. For an unknown section, compares the whole path.
     """
     key, section = ".".join(parts), parts[:-1]
+    advice = counterpart(parts[-1])
+    if advice is not None and f"use {key}:" not in advice:
+        return f"unknown key {key}; {advice}"
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
     near = [
         ".".join((*section, word))

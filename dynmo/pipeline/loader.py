@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
+from dynmo.counterparts import names_checked
 from dynmo.data.ahead import Ahead
 from dynmo.data.options import DataOptions
 from dynmo.data.records import BrokenSampleError, Records, Source, digest_of, open_records
@@ -61,6 +62,7 @@ class Loader:
         ...     pipeline.step(batch)
     """
 
+    @names_checked
     def __init__(  # noqa: PLR0913
         self,
         pipeline: Pipeline,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.counterparts import names_checked
 from dynmo.dynamism.case import Dynamism, TokenShares
 from dynmo.dynamism.options import CaseOptions
 from dynmo.dynamism.registry import make_cases
@@ -183,6 +184,7 @@ class Pipeline:
         True
     """
 
+    @names_checked
     @in_own_modes
     def __init__(  # noqa: PLR0913
         self,

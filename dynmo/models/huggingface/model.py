@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, needs_extra
 from dynmo.kernels.deferral import register_split
 from dynmo.kernels.seeds import Purpose, mix
@@ -257,7 +258,8 @@ def _replace(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
     text = config.get_text_config()
     for name, value in values.items():
         if not hasattr(text, name):
-            raise ConfigError(f"{type(text).__name__} has no {name}; see the model's config.json")
+            advice = counterpart(name, python=True) or "see the model's config.json"
+            raise ConfigError(f"{type(text).__name__} has no {name}; {advice}")
         setattr(text, name, value)
 
 

@@ -1,0 +1,139 @@
+"""What options of other trainers are called here, for messages and for the documents.
+
+The other trainers are transformers' Trainer, TRL, Axolotl and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from dynmo.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Counterpart(NamedTuple):
+    """Options of other trainers, and what to use instead.
+
+    Attributes:
+        names: The options, with a space between two.
+        file: In a configuration file, or on the command line. Empty if there is nothing.
+        python: In Python. Empty if there is nothing.
+        note: What to know of it.
+    """
+
+    names: str
+    file: str
+    python: str
+    note: str
+
+
+# A row goes on in lines that begin with spaces.
+_TABLE = """
+per_device_train_batch_size micro_batch_size | train.micro_batch | Pipeline(micro_batch=) | samples
+  of a microbatch
+gradient_accumulation_steps | train.global_batch | Pipeline(microbatches=) | the global batch is
+  micro_batch * replicas * steps of accumulation
+train_batch_size batch_size | train.global_batch | Pipeline(microbatches=) | samples of a step over
+  all replicas
+per_device_eval_batch_size eval_batch_size | train.eval_batches | Pipeline.evaluate(microbatches=)
+  | microbatches of an evaluation, of the same size as in training
+max_steps total_steps | train.steps | Pipeline(steps=) | optimizer steps
+learning_rate | train.lr | AdamW(lr=) | the peak, after the warmup
+lr_scheduler_type lr_scheduler | train.decay | LearningRate(decay=) | cosine, linear or constant
+warmup_steps warmup_ratio | train.warmup | LearningRate(warmup=) | a number of steps: a ratio of
+  0.03 of 1000 steps is 30
+min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs | train.min_lr_ratio |
+  LearningRate(min_lr_ratio=) | 0.1 unless set, and transformers' cosine ends at 0
+optim | train.optimizer | Pipeline(optimizer=) | adamw, sgd, one of torch, or yours
+adam_beta1 adam_beta2 | train.betas | AdamW(betas=) | both in a list
+adam_epsilon | train.eps | AdamW(eps=) | epsilon of AdamW
+gradient_clipping clip_grad_norm | train.max_grad_norm | Pipeline(max_grad_norm=) | 0 never clips
+bf16 bfloat16 | train.precision = "bfloat16" | Pipeline(precision="bfloat16") | with float32 master
+  weights
+fp16 | train.precision = "float16" | Pipeline(precision="float16") | with float32 master weights
+  and a loss scale
+dtype torch_dtype | train.precision | Pipeline(precision=) | the type that layers compute in
+gradient_checkpointing activation_checkpointing | train.recompute = "auto" |
+  Pipeline(recompute="auto") | as many layers as the memory limit needs; all recomputes every layer
+torch_compile | train.compile = true | Pipeline(compile=True) | off by default
+use_liger_kernel liger_fused_linear_cross_entropy | train.head_tokens | Pipeline(head_tokens=) |
+  logits of so many tokens exist at once
+packing sample_packing padding_free | data.batching = "packed" | Loader(batching="packed") |
+  several samples in a row, which do not see one another
+group_by_length | data.batching = "grouped" | Loader(batching="grouped") | microbatches of a step
+  alike in cost
+max_seq_length max_length sequence_len cutoff_len | model.sequence | Loader(sequence=) | tokens
+  after which a sample is cut
+assistant_only_loss completion_only_loss train_on_inputs | data.answers_only |
+  Loader(answers_only=) | whether the loss counts answers and completions alone
+train_dataset dataset datasets dataset_name | data.source | Loader(source=) | a file, a folder or a
+  dataset that is on this machine
+data_seed | seed | Loader(seed=) | one seed for weights, data and dropout
+eval_steps eval_strategy evals_per_epoch | train.eval_every | Pipeline.evaluate(inputs=) | steps
+  between two evaluations
+save_steps save_strategy saves_per_epoch | checkpoint.every | Pipeline.save(folder=) | steps
+  between two checkpoints
+save_total_limit | checkpoint.keep | Pipeline.save(keep=) | 2 unless set
+logging_steps logging_strategy logging_first_step | | Pipeline(listen=) | every step is in
+  runs/NAME/events.jsonl
+report_to use_wandb wandb_project | metrics.to | Pipeline(listen=) | csv, tensorboard, wandb, or
+  yours
+output_dir logging_dir run_name | name | Pipeline.save(folder=) | runs/NAME has all
+resume_from_checkpoint auto_resume_from_checkpoints | dynmo train --resume | Pipeline(resume=) |
+  goes on from the newest checkpoint
+load_in_4bit load_in_8bit quantization_config | | | weights are not quantized; more ranks
+  (parallel.pipeline) hold a larger model
+model_name_or_path base_model pretrained_model_name_or_path | model.path |
+  huggingface.from_pretrained(source=) | a folder on this machine, with model.kind = "hf"
+peft_config use_peft adapter | model.lora | huggingface.from_pretrained(lora=) | adapters of peft
+lora_r lora_rank | model.lora.r | huggingface.from_pretrained(lora=) | r of peft.LoraConfig
+lora_alpha | model.lora.alpha | huggingface.from_pretrained(lora=) | lora_alpha of peft.LoraConfig
+lora_dropout | model.lora.dropout | huggingface.from_pretrained(lora=) | lora_dropout of
+  peft.LoraConfig
+lora_target_modules target_modules lora_target_linear | model.lora.targets |
+  huggingface.from_pretrained(lora=) | target_modules of peft.LoraConfig
+compute_metrics | | Pipeline.evaluate(metrics=) | dynmo train reports the held-out loss alone
+deepspeed fsdp fsdp_config pipeline_model_parallel_size pp_size | parallel.pipeline |
+  Pipeline(pipeline=) | ranks of a pipeline; parallel.replicas and parallel.zero train in parallel
+  to it
+zero_stage zero_optimization | parallel.zero = 1 | Pipeline(zero=1) | shards the optimizer state
+  over replicas
+use_cpu no_cuda | parallel.device = "cpu" | init(device="cpu") | no GPU is used
+ddp_timeout | parallel.timeout | init(timeout=) | seconds after which a wait fails
+dataloader_num_workers dataset_num_proc | dynmo data --workers | | a thread reads ahead; dynmo data
+  --out tokenises ahead
+"""
+
+COUNTERPARTS = tuple(
+    Counterpart(*map(str.strip, row.split("|")))
+    for row in _TABLE.strip().replace("\n  ", " ").splitlines()
+)
+
+
+def counterpart(name: str, *, python: bool = False) -> str | None:
+    """Returns what to use instead of an option of another trainer. None if it is unknown."""
+    for each in COUNTERPARTS:
+        if name in each.names.split():
+            use = each.python if python else each.file
+            return f"use {use}: {each.note}" if use else each.note
+    return None
+
+
+def names_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuses keywords that a function does not have, with what to use instead."""
+    known, of = signature(function).parameters, function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            advice = None if name in known else counterpart(name, python=True)
+            if advice is not None:
+                raise ConfigError(f"{of} has no {name}; {advice}")
+        return function(*args, **kwargs)
+
+    return call
