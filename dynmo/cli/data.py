@@ -63,12 +63,13 @@ def data(options: DataCommandOptions) -> None:
     from dynmo.train.data_view import view_of
     from dynmo.train.tokenise import tokenise
 
-    view = view_of(config)
+    with _progress(f"reading {config.data.source}") as listen:
+        view = view_of(config, listen)
     for text in view.warnings:
         _logger.warning(text)
     written = None
     if options.out is not None:
-        with _progress(config.data.source) as listen:
+        with _progress(f"tokenising {config.data.source}") as listen:
             try:
                 written = tokenise(config, options.out, workers, listen)
             except OSError as error:
@@ -98,7 +99,7 @@ def _check_out(options: DataCommandOptions) -> None:
 
 
 @contextlib.contextmanager
-def _progress(source: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows progress on stderr, while it is open."""
     from rich.console import Console
     from rich.progress import (
@@ -117,7 +118,7 @@ def _progress(source: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tokenising {source}", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

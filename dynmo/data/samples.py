@@ -99,24 +99,16 @@ class Encoder:
         Raises:
             BrokenSampleError: The record is no sample, or no label counts.
         """
-        found = keys_of(record)
+        found = self._usable_keys(record, place)
         if "input_ids" in found:
             sample = self._given(record, place)
-        elif self.tokenizer is None:
-            raise BrokenSampleError(f"{place}: has no input_ids, as the first record has")
         elif "messages" in found:
             sample = self._conversation(record["messages"], record.get("tools"), place)
         elif {"prompt", "completion"} <= found:
-            sample = self._completion(*(_text(record, k, place) for k in ("prompt", "completion")))
-        elif "text" in found:
-            ids = self._ended(self._special.whole(_text(record, "text", place), self.longest))
-            sample = Sample(ids, ids)
+            sample = self._completion(record["prompt"], record["completion"])
         else:
-            columns = ", ".join(sorted(record)) or "nothing"
-            raise BrokenSampleError(
-                f"{place}: has {columns}; a record needs messages, prompt and completion, text, or "
-                "input_ids"
-            )
+            ids = self._ended(self._special.whole(record["text"], self.longest))
+            sample = Sample(ids, ids)
         self._name_unused(found, place)
         sample = Sample(*(each[: self.longest] for each in sample))
         # The first token of a row has no loss, for none comes before it.
@@ -124,12 +116,40 @@ class Encoder:
             raise BrokenSampleError(f"{place}: none of its {len(sample.ids)} tokens counts")
         return sample
 
+    def look(self, record: Record, place: str) -> None:
+        """Raises BrokenSampleError if keys or values are no sample. Tokenises nothing."""
+        if "input_ids" in self._usable_keys(record, place):
+            self._given(record, place)
+
     def has_special(self, record: Record) -> bool:
         """Whether a text of a record has ids of a beginning or an end already."""
         keys = (
             () if {"input_ids", "messages"} & keys_of(record) else ("text", "prompt", "completion")
         )
         return any(self._special.are_in(record[key]) for key in keys if key in keys_of(record))
+
+    def _usable_keys(self, record: Record, place: str) -> set[str]:
+        """Returns the keys of a record whose texts and messages can be tokenised."""
+        found = keys_of(record)
+        if "input_ids" in found:
+            return found
+        if self.tokenizer is None:
+            raise BrokenSampleError(f"{place}: has no input_ids, as the first record has")
+        needed = next((needed for needed, _ in _KINDS if needed <= found), None)
+        if needed is None:
+            columns = ", ".join(sorted(map(str, record))) or "nothing"
+            raise BrokenSampleError(
+                f"{place}: has {columns}; a record needs messages, prompt and completion, text, or "
+                "input_ids"
+            )
+        if "messages" in needed:
+            messages = record["messages"]
+            if not isinstance(messages, list) or not messages:
+                raise BrokenSampleError(f"{place}: messages is not a list with messages")
+            return found
+        for key in sorted(needed):
+            _check_text(record, key, place)
+        return found
 
     def _name_unused(self, found: set[str], place: str) -> None:
         """Warns of keys that nothing uses, each once."""
@@ -163,8 +183,6 @@ class Encoder:
         return Sample(ids, [IGNORED] * hidden + ids[hidden:])
 
     def _conversation(self, messages: Any, tools: Any, place: str) -> Sample:
-        if not isinstance(messages, list) or not messages:
-            raise BrokenSampleError(f"{place}: messages is not a list with messages")
         try:
             if isinstance(tools, str):
                 tools = json.loads(tools)
@@ -174,10 +192,10 @@ class Encoder:
             labels = [IGNORED] * len(ids)
             for turn, message in enumerate(cast("Sequence[Record]", messages)):
                 if message["role"] == "assistant":
-                    start = len(self._prefix(ids, messages[:turn], tools, prompt=True))
-                    stop = len(self._prefix(ids, messages[: turn + 1], tools, prompt=False))
+                    start = len(self._prefix(ids, messages[:turn], tools, True, place))
+                    stop = len(self._prefix(ids, messages[: turn + 1], tools, False, place))
                     labels[start:stop] = ids[start:stop]
-        except ConfigError:
+        except BrokenSampleError:
             raise
         except Exception as error:  # a template raises what it wants
             said = str(error) or type(error).__name__
@@ -190,13 +208,15 @@ class Encoder:
         )
         return self._special.plain(text, self.longest)[: self.longest]
 
-    def _prefix(self, ids: list[int], messages: Any, tools: Any, prompt: bool) -> list[int]:
+    def _prefix(
+        self, ids: list[int], messages: Any, tools: Any, prompt: bool, place: str
+    ) -> list[int]:
         """Returns the ids of the first messages, with which those of all must begin."""
         found = self._rendered(messages, tools, prompt) if messages else []
         if ids[: len(found)] != found:
-            raise ConfigError(
-                "data.answers_only = true: the chat template writes earlier messages otherwise "
-                "once others follow, so answers cannot be told apart; leave it out"
+            raise BrokenSampleError(
+                f"{place}: the chat template changes earlier messages when later ones follow, so "
+                "data.answers_only cannot tell the answers apart; leave it out"
             )
         return found
 
@@ -229,7 +249,7 @@ def _of_one_sample(record: Record, sample: Sample, place: str) -> Sample:
     return Sample(sample.ids[start:stop], sample.labels[start:stop])
 
 
-def _text(record: Record, key: str, place: str) -> str:
+def _check_text(record: Record, key: str, place: str) -> None:
     value = record[key]
     if not isinstance(value, str):
         kind = type(value).__name__
@@ -238,7 +258,6 @@ def _text(record: Record, key: str, place: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise BrokenSampleError(f"{place}: {key} is no Unicode text ({error.reason})") from None
-    return value
 
 
 def _numbers(record: Record, key: str, place: str, kinds: Collection[type] = (int,)) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +22,8 @@ from dynmo.train.samples import open_batches, tokenizer_of
 from dynmo.train.setup import model_of
 from dynmo.train.text import open_text, text_tokenizer
 
-_MOST = 10_000  # samples that are encoded for their lengths
+_MOST = 10_000  # samples that are encoded for their lengths; the others are only parsed
+_GROUP = 1000  # samples after which progress is told
 _SHOWN = 2
 _NAMED = 20  # broken samples that are named
 
@@ -46,35 +48,50 @@ class DataView:
     warnings: list[str]
 
 
-def view_of(config: Config) -> DataView:
+def view_of(config: Config, listen: Callable[[int, int], None]) -> DataView:
     """Looks at the data of a run.
+
+    Args:
+        config: The run.
+        listen: Called with how many samples are read, and how many there are.
 
     Raises:
         ConfigError: The data cannot be read.
     """
-    return _samples(config) if config.data.has_samples else _text(config)
+    return _samples(config, listen) if config.data.has_samples else _text(config)
 
 
-def _samples(config: Config) -> DataView:
+def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     model = model_of(config)
     # A broken sample ends no view, which names all of them.
     config = with_options(config, ("data",), {"broken": "skip"})
     batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
     count = len(batches.records)
-    looked = np.unique(np.linspace(0, count - 1, min(count, _MOST)).astype(int)).tolist()
-    lengths, counted, broken, special = list[int](), 0, list[str](), 0
-    for number in looked:
+    looked = set(np.linspace(0, count - 1, min(count, _MOST)).astype(int).tolist())
+    lengths, counted, special = list[int](), 0, 0
+    broken, named = 0, list[str]()
+    for number in range(count):
+        if number % _GROUP == 0:
+            listen(number, count)
+        place = batches.records.place(number)
         try:
-            sample = batches.encoded(number)
+            record = batches.records[number]
+            if number not in looked:
+                batches.encoder.look(record, place)
+                continue
+            sample = batches.encoder.encode(record, place)
         except BrokenSampleError as error:
-            broken.append(str(error))
+            broken += 1
+            if len(named) < _NAMED:
+                named.append(str(error))
             continue
-        special += batches.encoder.has_special(batches.records[number])
+        special += batches.encoder.has_special(record)
         lengths.append(len(sample.ids))
         counted += sum(label != IGNORED for label in sample.labels[1:])
+    listen(count, count)
     if not lengths:
         raise ConfigError(
-            f"all {len(looked)} samples that were looked at are broken; the first one: {broken[0]}"
+            f"all {len(looked)} samples that were looked at are broken; the first one: {named[0]}"
         )
     # The first power of two that is no shorter than the longest ends the list.
     edges = [2**power for power in range(1, (max(lengths) - 1).bit_length() + 1)]
@@ -83,7 +100,7 @@ def _samples(config: Config) -> DataView:
     numbers = {
         "records": count,
         "looked_at": len(looked),
-        "broken": len(broken),
+        "broken": broken,
         "shortest": min(lengths),
         "median": median(lengths),
         "mean": mean(lengths),
@@ -95,9 +112,9 @@ def _samples(config: Config) -> DataView:
     for number in batches.order.train(0).ravel().tolist():
         with suppress(BrokenSampleError):
             shown.append(_pieces(batches.encoded(number), tokenizer))
-    warnings = [f"broken: {text}" for text in broken[:_NAMED]]
-    if len(broken) > _NAMED:
-        warnings.append(f"broken: {len(broken) - _NAMED} more")
+    warnings = [f"broken: {text}" for text in named]
+    if broken > _NAMED:
+        warnings.append(f"broken: {broken - _NAMED} more")
     if special:
         warnings.append(
             f"{special} of {len(lengths)} records have special tokens in their text, which are "

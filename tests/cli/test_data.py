@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from dynmo.config import load
 from dynmo.data.token_file import TokenFile
+from dynmo.train import data_view
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of
 from dynmo.train.text import open_text
@@ -85,18 +86,23 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     assert "microbatches of the first step, rows x tokens: " in done.out
 
 
-def test_view_names_broken_lines_and_special_tokens(folder: Path, dynmo: Run) -> None:
+def test_view_names_broken_lines_and_special_tokens(
+    folder: Path, dynmo: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are not looked at for their lengths."""
+    monkeypatch.setattr(data_view, "_MOST", 20)
     lines = [json.dumps(row) for row in ROWS]
-    lines[0], lines[170] = "[", "{"
+    lines[0], lines[170], lines[172] = "[", "{", '{"prompt": 3, "completion": "x"}'
     end = AutoTokenizer.from_pretrained(folder / "model").eos_token
-    lines[3] = json.dumps({"prompt": f"import{end}", "completion": "x"})
+    lines[-1] = json.dumps({"prompt": f"import{end}", "completion": "x"})
     (folder / "rows.jsonl").write_text("\n".join(lines))
     done = dynmo("data", "run.toml", "--json")
     assert done.status == 0, done.err
-    assert json.loads(done.out)["broken"] == 2
+    assert json.loads(done.out)["broken"] == 3
     assert "broken: rows.jsonl:1: no line of JSON" in done.err
     assert "broken: rows.jsonl:171: no line of JSON" in done.err
-    assert "1 of 298 records have special tokens in their text" in done.err
+    assert "broken: rows.jsonl:173: prompt has the type int" in done.err
+    assert "1 of 19 records have special tokens in their text" in done.err
 
 
 @pytest.mark.matrix
