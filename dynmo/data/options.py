@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from dynmo.options import Count, Options
+
+AnswersOnly: TypeAlias = bool | Literal["last"]
 
 
 class DataOptions(Options):
@@ -17,8 +19,9 @@ class DataOptions(Options):
     batching: Literal["rows", "grouped", "packed"] = "rows"
     """`rows` has `train.micro_batch` samples in a microbatch, padded to its longest. `grouped`
     makes microbatches alike in cost. `packed` also puts several samples in a row."""
-    answers_only: bool = False
-    """Whether the loss of samples counts what an assistant says, and completions, alone."""
+    answers_only: AnswersOnly = False
+    """Whether the loss of samples counts what an assistant says, and completions, alone. `last`
+    counts the last answer of each conversation."""
     broken: Literal["stop", "skip"] = "stop"
     """What a broken sample does: it ends the run after a checkpoint, or is left out and counted."""
     streaming: bool = False

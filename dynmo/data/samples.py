@@ -1,7 +1,7 @@
 """A record as token ids and labels.
 
-    {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template,
-                                                               which also gets "tools"
+    {"messages": [{"role": "user", "content": "..."}, ...]}    the tokenizer's chat template
+                                                               (`conversations.py` has more forms)
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
     {"input_ids": [1, 2, ...], "labels": [-100, 2, ...]}       tokens as they are; labels by choice
@@ -15,18 +15,21 @@ adds to a text is left out if the text has it, and nothing ends between prompt a
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
+from dynmo.data.answers import ChatTemplate
+from dynmo.data.conversations import conversation_of, is_conversation
 from dynmo.data.labels import IGNORED
+from dynmo.data.options import AnswersOnly
 from dynmo.data.records import BrokenSampleError, Record
 from dynmo.data.tokenizer import SpecialTokens
 from dynmo.errors import ConfigError
+from dynmo.options import value_text
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +37,8 @@ _logger = logging.getLogger(__name__)
 _KINDS = (
     ({"input_ids"}, {"input_ids", "labels", "attention_mask", "position_ids"}),
     ({"messages"}, {"messages", "tools"}),
-    ({"prompt", "completion"}, {"prompt", "completion"}),
+    ({"conversations"}, {"conversations", "tools", "system"}),
+    ({"prompt", "completion"}, {"prompt", "completion", "tools"}),
     ({"text"}, {"text"}),
 )
 
@@ -54,18 +58,22 @@ class Encoder:
         tokenizer: A tokenizer of transformers. None if the records have token ids.
         vocab: Number of tokens of the model.
         longest: Tokens after which a sample is cut.
-        answers_only: Whether the loss counts answers alone.
+        answers_only: Whether the loss counts answers alone. "last" counts the last one.
     """
 
     tokenizer: Any
     longest: int
     vocab: int
-    answers_only: bool = False
+    answers_only: AnswersOnly = False
     _named: set[str] = field(default_factory=set[str], init=False, compare=False)
 
     @cached_property
     def _special(self) -> SpecialTokens:
         return SpecialTokens(self.tokenizer)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
     def check(self, record: Record) -> None:
         """Raises ConfigError if the tokenizer cannot encode records like the first one."""
@@ -73,8 +81,8 @@ class Encoder:
         if "input_ids" in found:
             if self.answers_only:
                 raise ConfigError(
-                    "data.answers_only = true, but the records have token ids, whose labels say "
-                    "what counts; leave it out"
+                    f"data.answers_only = {value_text(self.answers_only)}, but the records have "
+                    "token ids, whose labels say what counts; leave it out"
                 )
             return
         if self.tokenizer is None:
@@ -82,15 +90,15 @@ class Encoder:
                 "the records have no token ids (input_ids), so a tokenizer is needed, and there is "
                 "none; save it in the model's folder, or give token ids"
             )
-        if "messages" in found and not self.tokenizer.chat_template:
+        if is_conversation(record) and not self.tokenizer.chat_template:
             raise ConfigError(
                 "the records have messages, but the tokenizer has no chat template; add one to "
                 "the model's folder (chat_template.jinja)"
             )
         if self.answers_only and found == {"text"}:
             raise ConfigError(
-                "data.answers_only = true, but the records have no messages and no completion; "
-                "leave it out"
+                f"data.answers_only = {value_text(self.answers_only)}, but the records have no "
+                "messages and no completion; leave it out"
             )
 
     def encode(self, record: Record, place: str) -> Sample:
@@ -102,14 +110,14 @@ class Encoder:
         found = self._usable_keys(record, place)
         if "input_ids" in found:
             sample = self._given(record, place)
-        elif "messages" in found:
-            sample = self._conversation(record["messages"], record.get("tools"), place)
+        elif is_conversation(record):
+            sample = self._conversation(record, place)
         elif {"prompt", "completion"} <= found:
             sample = self._completion(record["prompt"], record["completion"])
         else:
             ids = self._ended(self._special.whole(record["text"], self.longest))
             sample = Sample(ids, ids)
-        self._name_unused(found, place)
+        self._name_unused(record, place)
         sample = Sample(*(each[: self.longest] for each in sample))
         # The first token of a row has no loss, for none comes before it.
         if all(label == IGNORED for label in sample.labels[1:]):
@@ -120,13 +128,15 @@ class Encoder:
         """Raises BrokenSampleError if keys or values are no sample. Tokenises nothing."""
         if "input_ids" in self._usable_keys(record, place):
             self._given(record, place)
+        elif is_conversation(record):
+            conversation_of(record, place, self._template.source)
 
     def has_special(self, record: Record) -> bool:
         """Whether a text of a record has ids of a beginning or an end already."""
-        keys = (
-            () if {"input_ids", "messages"} & keys_of(record) else ("text", "prompt", "completion")
-        )
-        return any(self._special.are_in(record[key]) for key in keys if key in keys_of(record))
+        if "input_ids" in keys_of(record) or is_conversation(record):
+            return False
+        keys = keys_of(record) & {"text", "prompt", "completion"}
+        return any(self._special.are_in(record[key]) for key in keys)
 
     def _usable_keys(self, record: Record, place: str) -> set[str]:
         """Returns the keys of a record whose texts and messages can be tokenised."""
@@ -139,21 +149,20 @@ class Encoder:
         if needed is None:
             columns = ", ".join(sorted(map(str, record))) or "nothing"
             raise BrokenSampleError(
-                f"{place}: has {columns}; a record needs messages, prompt and completion, text, or "
-                "input_ids"
+                f"{place}: has {columns}; a record needs messages, conversations, prompt and "
+                "completion, text, or input_ids"
             )
-        if "messages" in needed:
-            messages = record["messages"]
-            if not isinstance(messages, list) or not messages:
-                raise BrokenSampleError(f"{place}: messages is not a list with messages")
+        if is_conversation(record):
             return found
         for key in sorted(needed):
             _check_text(record, key, place)
         return found
 
-    def _name_unused(self, found: set[str], place: str) -> None:
+    def _name_unused(self, record: Record, place: str) -> None:
         """Warns of keys that nothing uses, each once."""
+        found = keys_of(record)
         used = next(used for needed, used in _KINDS if needed <= found)
+        used = used if is_conversation(record) else used - {"tools"}
         for key in sorted(found - used - self._named):
             self._named.add(key)
             keys = ", ".join(sorted(used))
@@ -182,43 +191,37 @@ class Encoder:
         hidden = len(first) if self.answers_only else 0
         return Sample(ids, [IGNORED] * hidden + ids[hidden:])
 
-    def _conversation(self, messages: Any, tools: Any, place: str) -> Sample:
+    def _conversation(self, record: Record, place: str) -> Sample:
+        template = self._template
+        talk = conversation_of(record, place, template.source)
         try:
-            if isinstance(tools, str):
-                tools = json.loads(tools)
-            ids = self._rendered(messages, tools)
-            if not self.answers_only:
-                return Sample(ids, ids)
-            labels = [IGNORED] * len(ids)
-            for turn, message in enumerate(cast("Sequence[Record]", messages)):
-                if message["role"] == "assistant":
-                    start = len(self._prefix(ids, messages[:turn], tools, True, place))
-                    stop = len(self._prefix(ids, messages[: turn + 1], tools, False, place))
-                    labels[start:stop] = ids[start:stop]
-        except BrokenSampleError:
-            raise
+            text = template.write(talk.messages, talk.tools)
         except Exception as error:  # a template raises what it wants
             said = str(error) or type(error).__name__
             raise BrokenSampleError(f"{place}: the chat template refuses it: {said}") from None
-        return Sample(ids, labels)
-
-    def _rendered(self, messages: Any, tools: Any, prompt: bool = False) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return self._special.plain(text, self.longest)[: self.longest]
-
-    def _prefix(
-        self, ids: list[int], messages: Any, tools: Any, prompt: bool, place: str
-    ) -> list[int]:
-        """Returns the ids of the first messages, with which those of all must begin."""
-        found = self._rendered(messages, tools, prompt) if messages else []
-        if ids[: len(found)] != found:
+        _check_unicode(text, "the conversation", place)
+        if not self.answers_only:
+            ids = self._special.plain(text, self.longest)
+            return Sample(ids, ids)
+        first = talk.first
+        if self.answers_only == "last":
+            roles = [message["role"] for message in talk.messages]
+            first = max((n for n, role in enumerate(roles) if role == "assistant"), default=0)
+        spans = template.answers(talk, text, max(first, talk.first))
+        if spans is None:
+            other = "" if self.answers_only == "last" else 'set it to "last", or '
             raise BrokenSampleError(
                 f"{place}: the chat template changes earlier messages when later ones follow, so "
-                "data.answers_only cannot tell the answers apart; leave it out"
+                f"data.answers_only = {value_text(self.answers_only)} cannot tell the answers "
+                f"apart; {other}mark them in the template with {{% generation %}}"
             )
-        return found
+        ids, bounds = self._special.placed(
+            text, self.longest, [at for span in spans for at in span]
+        )
+        labels = [IGNORED] * len(ids)
+        for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+            labels[start:stop] = ids[start:stop]
+        return Sample(ids, labels)
 
 
 def keys_of(record: Record) -> set[str]:
@@ -254,10 +257,14 @@ def _check_text(record: Record, key: str, place: str) -> None:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise BrokenSampleError(f"{place}: {key} has the type {kind}; it must be a text")
+    _check_unicode(value, key, place)
+
+
+def _check_unicode(text: str, name: str, place: str) -> None:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise BrokenSampleError(f"{place}: {key} is no Unicode text ({error.reason})") from None
+        raise BrokenSampleError(f"{place}: {name} is no Unicode text ({error.reason})") from None
 
 
 def _numbers(record: Record, key: str, place: str, kinds: Collection[type] = (int,)) -> list[int]:

@@ -6,10 +6,12 @@ A zero byte ends a document, as in the text "stdlib". The end-of-text token stan
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +30,15 @@ _FILES = (
     "vocab.txt",
 )
 _PIECE = 1 << 20
+_Token = TypeVar("_Token")
 _HEAD = 4096  # letters in which special tokens are looked for
 _LETTERS = 16  # of a long token
+
+
+def shared_start(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns the length of what both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -108,20 +117,18 @@ class SpecialTokens:
         return not known.isdisjoint(self.plain(text[:_HEAD]))
 
     def plain(self, text: str, longest: int | None = None) -> list[int]:
-        """Returns the ids of a text alone. Of a long text only a part is read.
+        """Returns the ids of a text alone. Of a long text only a part is read."""
+        return _begun(text, longest, partial(self._encode, special=False))
 
-        Ids change near a cut. So a part is long enough if another of twice its length has the
-        same first ids.
-        """
-        if longest is None or len(text) <= 2 * (letters := _HEAD + _LETTERS * longest):
-            return self._encode(text, special=False)
-        ids = self._encode(text[:letters], special=False)
-        while letters < len(text):
-            letters *= 2
-            before, ids = ids[:longest], self._encode(text[:letters], special=False)
-            if len(before) == longest and ids[:longest] == before:
-                break
-        return ids
+    def placed(self, text: str, longest: int, places: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns the ids of a text alone, and how many of them begin before each place in it."""
+        if self._tokenizer.is_fast:
+            found = _begun(text, longest, self._encode_placed)
+            starts = [start for _, start in found]
+            return [each for each, _ in found], [bisect_left(starts, place) for place in places]
+        ids = self.plain(text, longest)
+        parts = (self.plain(text[:place], longest) for place in places)
+        return ids, [shared_start(ids, part) for part in parts]
 
     def _there(self, ids: list[int]) -> int:
         """Returns how many of the ids before a text are there already."""
@@ -130,6 +137,31 @@ class SpecialTokens:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+    def _encode_placed(self, text: str) -> list[tuple[int, int]]:
+        """Returns each id, and where it begins in the text."""
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        starts = (start for start, _ in found["offset_mapping"])
+        return list(zip(found["input_ids"], starts, strict=True))
+
+
+def _begun(text: str, longest: int | None, encode: Callable[[str], list[_Token]]) -> list[_Token]:
+    """Encodes so much of a text that its first ids are right.
+
+    Ids change near a cut. So a part is long enough if another of twice its length has the same
+    first ids.
+    """
+    if longest is None or len(text) <= 2 * (letters := _HEAD + _LETTERS * longest):
+        return encode(text)
+    ids = encode(text[:letters])
+    while letters < len(text):
+        letters *= 2
+        before, ids = ids[:longest], encode(text[:letters])
+        if len(before) == longest and ids[:longest] == before:
+            break
+    return ids
 
 
 def tokens_of(corpus: Corpus, tokenizer: Any) -> NDArray[np.int32]:

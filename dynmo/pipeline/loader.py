@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from dynmo.counterparts import names_checked
 from dynmo.data.ahead import Ahead
-from dynmo.data.options import DataOptions
+from dynmo.data.options import AnswersOnly, DataOptions
 from dynmo.data.records import BrokenSampleError, Records, Source, digest_of, open_records
 from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
@@ -43,6 +43,7 @@ class Loader:
             microbatches of a step alike in cost. "packed" also puts several samples in a row. The
             layers of a model of Hugging Face are then loaded once more, and tested for it.
         answers_only: Whether the loss counts what an assistant says, and completions, alone.
+            "last" counts the last answer of each conversation.
         broken: "stop" raises at a broken sample. "skip" leaves it out, and counts it.
         streaming: Whether samples are read in order. The first 128 are held out.
         block: Samples of a stream that are shuffled together.
@@ -74,7 +75,7 @@ class Loader:
         seed: int = 0,
         shuffle: Literal["windows", "batches"] = _DEFAULT.shuffle,
         batching: Literal["rows", "grouped", "packed"] = _DEFAULT.batching,
-        answers_only: bool = _DEFAULT.answers_only,
+        answers_only: AnswersOnly = _DEFAULT.answers_only,
         broken: Literal["stop", "skip"] = _DEFAULT.broken,
         streaming: bool = _DEFAULT.streaming,
         block: int = _DEFAULT.block,

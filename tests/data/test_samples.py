@@ -151,12 +151,6 @@ def test_broken_record_is_named(tokenizer: Any, record: dict[str, Any], says: st
         Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode(record, "a:1")
 
 
-def test_template_that_rewrites_earlier_turns_cannot_tell_answers(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    with pytest.raises(BrokenSampleError, match="a:1: the chat template changes earlier"):
-        Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode({"messages": TURNS}, "a:1")
-
-
 def test_what_the_tokenizer_cannot_do_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"data.answers_only = true, but the records have no"):
         Encoder(tokenizer, 9, VOCAB, answers_only=True).check({"text": "a"})
