@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.step_result import StepResult as StepResult
     from dynmo.planner.options import Elastic as Elastic
 
-__version__: str
+__version__ = "0.1.0"
 
 _HOMES = {
     "AdamW": "dynmo.pipeline.options",
@@ -139,12 +139,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used (PEP 562)."""
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("dynmo")
-    elif name == "huggingface":
-        value = importlib.import_module("dynmo.huggingface")
+    if name == "huggingface":
+        value: Any = importlib.import_module("dynmo.huggingface")
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:

@@ -80,14 +80,9 @@ class Interrupted(RunError):
     exit_status = 130
 
 
-def needs_extra(package: str, extra: str) -> str:
-    """Says that a package of an optional extra is missing, and how it is installed.
-
-    Args:
-        package: Name of the package, for people.
-        extra: The extra of dynmo that has it, as in pyproject.toml.
-    """
-    return f"{package} is not installed; install it with pip install 'dynmo[{extra}]'"
+def not_installed(package: str) -> str:
+    """Says that an optional package is missing, by its name on PyPI, and how it is installed."""
+    return f"{package} is not installed; install it with pip install {package}"
 
 
 def one_line(text: str) -> str:

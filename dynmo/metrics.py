@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 from dynmo.events import DataEvent, EvalEvent, Event, StepEvent
 from dynmo.files import write_whole
 from dynmo.options import find_own
@@ -189,7 +189,7 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.rpartition(".")[2]
-        raise ConfigError(needs_extra(package, "metrics")) from None
+        raise ConfigError(not_installed(package)) from None
 
 
 def open_sink(kind: str, folder: Path, name: str) -> NumberSink:

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from dynmo import __version__
 from dynmo.cli.checkpoint import checkpoint
 from dynmo.cli.data import data
 from dynmo.cli.plan import plan
@@ -56,9 +57,7 @@ class _StderrHandler(logging.Handler):
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"dynmo {version('dynmo')}")
+        typer.echo(f"dynmo {__version__}")
         raise typer.Exit
 
 

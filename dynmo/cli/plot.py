@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynmo.errors import InputError, needs_extra
+from dynmo.errors import InputError, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ def check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"--plot {path}: there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise InputError(f"--plot: {needs_extra('matplotlib', 'plot')}")
+        raise InputError(f"--plot: {not_installed('matplotlib')}")
 
 
 def save_plot(figure: Figure, path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 from dynmo.options import find_own
 
 Record = Mapping[str, Any]
@@ -88,7 +88,7 @@ def load_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise ConfigError(needs_extra(package, "data")) from None
+        raise ConfigError(not_installed(package)) from None
 
 
 class JsonLines:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import typer
 
+from dynmo import __version__
 from dynmo.errors import RunError
 from dynmo.schedule import generators
 from dynmo.schedule.catalogue import make_by_hand
@@ -21,7 +21,7 @@ UNIT = ("--tf", "1", "--tb", "1", "--tw", "1")
 
 
 def test_help_and_version(dynmo: Run) -> None:
-    assert dynmo("--version") == (0, f"dynmo {version('dynmo')}\n", "")
+    assert dynmo("--version") == (0, f"dynmo {__version__}\n", "")
     status, out, err = dynmo()
     assert (status, err) == (0, "")
     assert "schedule" in out

@@ -163,7 +163,7 @@ def test_launcher_that_is_not_installed_is_refused(
     assert_refused(done, "Slurm is not installed on this machine", "leave out --launcher")
     monkeypatch.setitem(sys.modules, "ray", None)
     done = run(tmp_path, "run.toml", "--launcher", "ray")
-    assert_refused(done, "Ray is not installed; install it with pip install 'dynmo[ray]'")
+    assert_refused(done, "ray is not installed; install it with pip install ray")
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from dynmo.elastic.managers.command import ThreadedManager
 from dynmo.elastic.member import Member
-from dynmo.errors import ConfigError, RunError, needs_extra
+from dynmo.errors import ConfigError, RunError, not_installed
 
 # Seconds for one answer of the API server, and between two looks at the job.
 _ANSWER = 10.0
@@ -306,7 +306,7 @@ def _client() -> Any:
         return importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise ConfigError(
-            f'elastic.releaser = "kubernetes": {needs_extra("its client", "kubernetes")} ({error})'
+            f'elastic.releaser = "kubernetes": {not_installed("kubernetes")} ({error})'
         ) from None
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynmo.elastic.manager import RankCommand, RankProcess
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 
 # Seconds between two looks for new output of rank 0.
 _TAIL = 0.1
@@ -174,7 +174,7 @@ class RayStarter:
             for name in ("placement_group", "scheduling_strategies"):
                 importlib.import_module(f"ray.util.{name}")
         except ImportError:
-            raise ConfigError(f"--launcher ray: {needs_extra('Ray', 'ray')}") from None
+            raise ConfigError(f"--launcher ray: {not_installed('ray')}") from None
         self._ray = ray
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:

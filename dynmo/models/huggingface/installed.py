@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 
 # Earlier ones have other private functions.
 _OLDEST = (5, 20)
@@ -19,7 +19,7 @@ def check_installed() -> None:
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        raise ConfigError(needs_extra("transformers", "hf")) from None
+        raise ConfigError(not_installed("transformers")) from None
     if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ConfigError(

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dynmo.counterparts import counterpart
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 from dynmo.kernels.deferral import register_split
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.huggingface.building import Builder
@@ -294,4 +294,4 @@ def _adapters_module() -> ModuleType:
     try:
         return importlib.import_module("dynmo.models.huggingface.adapters")
     except ImportError as error:
-        raise ConfigError(needs_extra("peft", "lora")) from error
+        raise ConfigError(not_installed("peft")) from error

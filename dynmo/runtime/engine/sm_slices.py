@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynmo.errors import ConfigError, needs_extra
+from dynmo.errors import ConfigError, not_installed
 from dynmo.runtime.engine.stage_streams import SliceStreams, StageStreams
 
 
@@ -60,7 +60,7 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
         cuda: Any = importlib.import_module("cuda.core")
     except ImportError:
         raise ConfigError(
-            f"parallel.slices = true: {needs_extra('cuda-core', 'slices')}, or set it to false"
+            f"parallel.slices = true: {not_installed('cuda-core')}, or set it to false"
         ) from None
     torch.cuda.init()
     try:

@@ -25,7 +25,7 @@ from math import ceil, floor, gcd, isfinite, lcm
 from typing import TYPE_CHECKING
 
 from dynmo.cost.layer_cost import Costs, StageCost
-from dynmo.errors import ScheduleError, needs_extra
+from dynmo.errors import ScheduleError, not_installed
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
@@ -444,5 +444,5 @@ def _solver():  # the module's type is OR-tools' own
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ScheduleError(f"exact schedules: {needs_extra('OR-Tools', 'exact')}") from None
+        raise ScheduleError(f"exact schedules: {not_installed('ortools')}") from None
     return cp_model

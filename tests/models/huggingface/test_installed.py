@@ -15,7 +15,7 @@ from dynmo.models.huggingface import installed
     ("version", "problem"),
     [
         *((version, None) for version in ("5.20.0", "5.23.0", "5.30.0.dev0", "10.1.0")),
-        (None, "is not installed; install it with pip install 'dynmo[hf]'"),
+        (None, "is not installed; install it with pip install transformers"),
         ("4.57.1", "4.57.1 is older than 5.20, which models of Hugging Face need;"),
         ("5.3.0", "5.3.0 is older than 5.20, which models of Hugging Face need;"),
     ],

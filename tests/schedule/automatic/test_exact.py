@@ -290,7 +290,7 @@ def test_bad_input_is_refused(given: dict, message: str) -> None:
 
 def test_missing_solver_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ScheduleError, match=r"pip install 'dynmo\[exact\]'"):
+    with pytest.raises(ScheduleError, match="pip install ortools"):
         exact(published("1.5B", 4), 8, caps=[8] * 4, start=zb_h2(4, 8))
 
 
