@@ -42,6 +42,8 @@ train_batch_size batch_size | train.global_batch | Pipeline(microbatches=) | sam
   all replicas
 per_device_eval_batch_size eval_batch_size | train.eval_batches | Pipeline.evaluate(microbatches=)
   | microbatches of an evaluation, of the same size as in training
+num_train_epochs num_epochs max_epochs | train.epochs | Loader(epochs=) | instead of a
+  number of steps
 max_steps total_steps | train.steps | Pipeline(steps=) | optimizer steps
 learning_rate | train.lr | AdamW(lr=) | the peak, after the warmup
 lr_scheduler_type lr_scheduler | train.decay | LearningRate(decay=) | cosine, linear or constant
@@ -79,6 +81,10 @@ eval_steps eval_strategy evals_per_epoch | train.eval_every | Pipeline.evaluate(
 save_steps save_strategy saves_per_epoch | checkpoint.every | Pipeline.save(folder=) | steps
   between two checkpoints
 save_total_limit | checkpoint.keep | Pipeline.save(keep=) | 2 unless set
+load_best_model_at_end metric_for_best_model | checkpoint.keep_best = true | Pipeline.save(best=) |
+  the checkpoint with the lowest held-out loss stays
+early_stopping_patience | train.patience | Pipeline.evaluate(inputs=) | evaluations without a lower
+  loss after which a run ends
 logging_steps logging_strategy logging_first_step | | Pipeline(listen=) | every step is in
   runs/NAME/events.jsonl
 report_to use_wandb wandb_project | metrics.to | Pipeline(listen=) | csv, tensorboard, wandb, or

@@ -401,7 +401,7 @@ class EndEvent(Event):
         loss: Last loss.
         weights_digest: See `LayerStates.digest`.
         seconds: Seconds of the whole run.
-        reason: "done", or "interrupted" if a signal ended the run early.
+        reason: "done", "interrupted" by a signal, or "stopped" by `train.patience`.
         measure_seconds: Part of `seconds` to condense and gather the layers' costs, moves or not.
         decide_seconds: Part of `seconds` for the decisions of balancing.
         move_seconds: Part of `seconds` for moves.

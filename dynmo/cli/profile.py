@@ -29,6 +29,7 @@ from dynmo.cli.rank_process import (
     run_local_rank,
     show_progress_of_reading,
     stdout_for_json,
+    with_known_steps,
 )
 from dynmo.errors import InputError, RunError
 
@@ -75,7 +76,7 @@ def profile(options: ProfileOptions) -> None:
 
     from dynmo.runtime.comm.rendezvous import from_environment
 
-    config = load(options.config, options.set_ or [])
+    config = with_known_steps(load(options.config, options.set_ or []), options.as_json)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least 1 is needed")
     out = options.out or Path(f"{config.name}-costs.json")

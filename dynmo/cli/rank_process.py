@@ -58,6 +58,16 @@ def check_input(config: Config) -> None:
     make_manager(config.elastic, {})
 
 
+def with_known_steps(config: Config, as_json: bool) -> Config:
+    """Returns the config with the steps that `train.epochs` gives."""
+    if config.train.epochs is None:
+        return config
+    from dynmo.train.epochs import with_steps
+
+    with stdout_for_json(as_json):
+        return with_steps(config)
+
+
 def run_local_rank(path: Path, run: Callable[[Config, Rendezvous], int]) -> int:
     """Runs a rank that dynmo's launcher started on the config in its run's folder.
 

@@ -30,6 +30,7 @@ from dynmo.cli.rank_process import (
     run_local_rank,
     show_progress_of_reading,
     stdout_for_json,
+    with_known_steps,
 )
 from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder
 from dynmo.errors import ConfigError
@@ -104,12 +105,13 @@ def train(options: TrainOptions) -> None:
     if options.join and (status := _join(config, may_start)) is not None:
         raise typer.Exit(status)
     if options.dry_run:
-        _dry_run(config, options.as_json)
+        _dry_run(with_known_steps(config, options.as_json), options.as_json)
         return
     # In a batch job of Slurm the launcher finds the environment of a rank.
     rendezvous = from_environment() if options.launcher is None else None
     if rendezvous is None:
         check_input(config)
+        config = with_known_steps(config, options.as_json)
         with run_folder(config, options.resume, options.overwrite) as folder:
             raise typer.Exit(_spawn(config, folder, options))
     raise typer.Exit(_joined_rank(config, rendezvous, options))
@@ -165,6 +167,8 @@ def _local_rank(options: TrainOptions) -> int:
 def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) -> int:
     """Runs a rank that torchrun or Slurm started. It reports its errors itself."""
     prepare_joined_rank(rendezvous)
+    with described_errors(rendezvous.rank):
+        config = with_known_steps(config, options.as_json)
     # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     with (

@@ -78,7 +78,18 @@ def _pipeline(config: Config) -> Iterator[str]:
     yield from problems(config.options, config.layer_count, config.model)
 
 
+def _evaluation(config: Config) -> Iterator[str]:
+    for key, is_set in (
+        ("train.patience", config.train.patience is not None),
+        ("checkpoint.keep_best", config.checkpoint.keep_best),
+    ):
+        if is_set and not config.train.eval_every:
+            yield f"{key} needs held-out losses; set train.eval_every"
+
+
 def _cases(config: Config) -> Iterator[str]:
+    if config.train.epochs is not None:
+        return  # their steps are known later, and checked then
     facts = config.facts(config.layer_count, on_cuda=False)
     for options in facts.cases.values():
         yield from options.problems(facts)
@@ -93,6 +104,7 @@ def _output_cache(config: Config) -> Iterator[str]:
     # length decides, which `DataLoader` knows.
     if (
         train.eval_every
+        and train.epochs is None
         and train.steps // train.eval_every < 2
         and config.data.shuffle == "windows"
         and train.micro_batch > 1
@@ -106,4 +118,12 @@ def _output_cache(config: Config) -> Iterator[str]:
         )
 
 
-_RULES: tuple[Rule, ...] = (_model, _batch, _pipeline, _experts, _cases, _output_cache)
+_RULES: tuple[Rule, ...] = (
+    _model,
+    _batch,
+    _pipeline,
+    _experts,
+    _evaluation,
+    _cases,
+    _output_cache,
+)

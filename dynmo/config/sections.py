@@ -5,10 +5,11 @@ Every key has a default, so that an empty file is a valid small run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import tomli_w
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model, model_serializer, model_validator
 
 from dynmo.balance.options import Balance
 from dynmo.data.options import DataOptions
@@ -96,6 +97,9 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
 
     steps: Count = 100
     """Number of optimizer steps."""
+    epochs: Positive | None = None
+    """Passes over the data, instead of `steps`. A run prints their steps, and its config.toml has
+    them. Not set: `steps` counts."""
     global_batch: Count = 32
     """Sequences in a step, over all replicas."""
     micro_batch: Count = 4
@@ -107,6 +111,24 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     """Steps between two evaluations. 0 never evaluates."""
     eval_batches: Count = 4
     """Batches in an evaluation."""
+    patience: Count | None = None
+    """Evaluations in a row without a lower held-out loss after which the run ends. Not set: it has
+    all its steps."""
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"train.epochs = {self.epochs:g} and train.steps = {self.steps}; give one of them"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_other_length(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        data = serialize(self)
+        if self.epochs is not None:
+            del data["steps"]
+        return data
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
@@ -166,6 +188,9 @@ class CheckpointSection(Options):
     """Steps between two checkpoints. 0 never saves."""
     keep: Count = 2
     """Number of newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Whether to save after each evaluation with the lowest held-out loss so far, and to keep that
+    checkpoint, too."""
 
 
 class TraceSection(Options):
@@ -274,7 +299,7 @@ class Config(Options):
             "pipeline": parallel.pipeline,
             "microbatches": self.microbatches,
             "micro_batch": train.micro_batch,
-            "steps": train.steps,
+            "steps": train.steps if train.epochs is None else None,
             "seed": self.seed,
             "optimizer": self.optimizer,
             "learning_rate": LearningRate(**rate),

@@ -15,6 +15,8 @@ batches in another order. So every microbatch comes again, with the same sequenc
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -107,6 +109,13 @@ class Order:
             np.arange(index * self._micro_batch, (index + 1) * self._micro_batch)
             % self.held_out_windows
         ]
+
+    def steps(self, epochs: float) -> int:
+        """Returns the number of steps in which each window came so many times, at least."""
+        length = Fraction(str(epochs))  # as it is written: no rounding adds a step
+        if self._batches is not None:
+            return max(1, math.ceil(length * self._batches))
+        return max(1, math.ceil(length * self.windows / self._global_batch))
 
     def repeats(self, steps: int) -> bool:
         """True if the very same microbatch comes again within this number of steps."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from dynmo.counterparts import names_checked
 from dynmo.data.ahead import Ahead
 from dynmo.data.options import AnswersOnly, DataOptions
+from dynmo.data.order import Order
 from dynmo.data.records import BrokenSampleError, Records, Source, digest_of, open_records
 from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
@@ -22,7 +23,7 @@ _DEFAULT = DataOptions()
 
 
 class Loader:
-    """The batches of a training from samples, one a step, without an end.
+    """The batches of a training from samples, one a step.
 
     A batch follows from the data, the seed and the number of the step. So any ranks train on the
     same batches, and a training goes on with the next sample wherever it stopped. All ranks
@@ -47,9 +48,11 @@ class Loader:
         broken: "stop" raises at a broken sample. "skip" leaves it out, and counts it.
         streaming: Whether samples are read in order. The first 128 are held out.
         block: Samples of a stream that are shuffled together.
+        epochs: Passes over the samples after which the batches end. None means without an end.
         state: What `state_dict` returned, to go on from there.
 
     Attributes:
+        steps: Batches in these epochs. None without an end.
         fault: Why there is no next batch. None if there is one.
 
     Raises:
@@ -79,6 +82,7 @@ class Loader:
         broken: Literal["stop", "skip"] = _DEFAULT.broken,
         streaming: bool = _DEFAULT.streaming,
         block: int = _DEFAULT.block,
+        epochs: float | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._options = DataOptions(
@@ -92,6 +96,11 @@ class Loader:
         self._pipeline, self._source, self._tokenizer = pipeline, source, tokenizer
         self._sequence, self._seed = sequence, seed
         self._global_batch = micro_batch * pipeline.options.all_microbatches
+        if epochs is not None and (streaming or not epochs > 0):
+            why = "a stream has no known length" if streaming else "give a number over 0"
+            raise ConfigError(f"epochs = {epochs}: {why}")
+        self._epochs = epochs
+        self.steps: int | None = None
         self.fault: BaseException | None = None
         self._waited = 0.0
         self._records: Records | None = None
@@ -137,11 +146,15 @@ class Loader:
                 self._records = open_records(self._source)
             length, digest = len(self._records), _digest(self._records)
         agree(world, digest, "the data (data.source)")
-        if int(maxima(world, (length,))[0]) < 2:
+        length = int(maxima(world, (length,))[0])
+        if length < 2:
             name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
             raise ConfigError(
                 f"data.source = {name} has one record; one to train on and one held out are needed"
             )
+        if self._epochs is not None:
+            order = Order(length, self._global_batch, 1, self._seed, options.shuffle)
+            self.steps = order.steps(self._epochs)
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(
@@ -173,6 +186,8 @@ class Loader:
         if self._place() != self._opened:
             self._open(self.state_dict())
         step, ahead = self._step, self._ahead
+        if self.steps is not None and step >= self.steps:
+            raise StopIteration
         if ahead is None or self._batches is None:
             self._step += 1
             return None

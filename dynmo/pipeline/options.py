@@ -221,9 +221,10 @@ class LearningRate(Options):
     warmup: Whole = 0
     """Steps in which the learning rate rises to `lr`."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warmup."""
+    """How the learning rate falls after the warmup. `cosine` and `linear` end at `min_lr_ratio`
+    of `lr` in the last of `steps`."""
     min_lr_ratio: Share = 0.1
-    """The last learning rate, as a share of `lr`."""
+    """Learning rate of the last step, as a share of `lr`. transformers' cosine ends at 0."""
 
     def at(self, step: int, steps: int, peak: float) -> float:
         """Returns the learning rate of a step. A pure function of the step.

@@ -906,7 +906,11 @@ class Pipeline:
 
     @in_own_modes
     def save(
-        self, folder: str | Path, keep: int = 2, extra: Mapping[str, Any] | None = None
+        self,
+        folder: str | Path,
+        keep: int = 2,
+        extra: Mapping[str, Any] | None = None,
+        best: int | None = None,
     ) -> Path:
         """Saves weights, optimizer state and the loop's own state.
 
@@ -917,6 +921,7 @@ class Pipeline:
             keep: Number of checkpoints that stay, this one included.
             extra: More to keep, as JSON, such as the `state_dict` of a `Loader` or of a scheduler
                 of the learning rate. That of rank 0 counts. `Pipeline.extra` has it after `load`.
+            best: Step of a checkpoint that stays beside the newest ones, such as the best so far.
 
         Returns:
             The folder of this checkpoint.
@@ -941,6 +946,7 @@ class Pipeline:
             loss=loop.loss,
             moves=loop.rebalancer.moves,
             extra=state,
+            best=best,
         )
         path = str(saved.path)
         loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))

@@ -65,7 +65,7 @@ def state_of(
     }
 
 
-def save_engine(
+def save_engine(  # noqa: PLR0913
     engine: Engine,
     folder: Path,
     step: int,
@@ -75,6 +75,7 @@ def save_engine(
     loss: float,
     moves: int,
     extra: Mapping[str, Any],
+    best: int | None = None,
 ) -> Saved:
     """Saves all layers and the state. All ranks call it together, after the last result."""
     engine.pending.final.check_names()
@@ -91,6 +92,7 @@ def save_engine(
         saved_layers(engine),
         state,
         keep,
+        best,
     )
 
 

@@ -5,19 +5,22 @@ It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the 
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dynmo import Loader, Pipeline, StepResult
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
 from dynmo.models.model import Model
-from dynmo.runtime.comm.agreement import share_failures
+from dynmo.runtime.comm.agreement import share_failures, share_texts
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
@@ -26,6 +29,26 @@ from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """The lowest held-out loss so far.
+
+    Attributes:
+        step: Number of steps that were done then. None before the first finite loss.
+        misses: Evaluations since then.
+    """
+
+    step: int | None = None
+    loss: float = math.inf
+    misses: int = 0
+
+    def after(self, step: int, loss: float) -> Lowest:
+        """Returns the lowest loss after one more evaluation."""
+        if loss < self.loss:
+            return Lowest(step, loss)
+        return replace(self, misses=self.misses + 1)
 
 
 @dataclass(frozen=True)
@@ -85,11 +108,16 @@ class Trainer:
             **config.pipeline_options(),
         )
         self.first_step = self.pipeline.steps
-        if resume and self.first_step >= config.train.steps and world.rank == 0:
+        self._lowest = Lowest(**self.pipeline.extra.get("lowest", {}))
+        if resume and self._is_done and world.rank == 0:
+            end = (
+                f"train.patience = {config.train.patience}"
+                if self.first_step < config.train.steps
+                else f"train.steps = {config.train.steps}"
+            )
             _logger.warning(
                 f"{self._checkpoints}/step-{self.first_step:06d} has {self.first_step} steps, and "
-                f"train.steps = {config.train.steps}: nothing is left to train; its loss is "
-                f"{self.pipeline.loss:.6f}"
+                f"{end}: nothing is left to train; its loss is {self.pipeline.loss:.6f}"
             )
         self._mesh: tuple[int, ...] | None = None
         if not self.pipeline.left:
@@ -100,12 +128,19 @@ class Trainer:
         # The log is opened last, so that earlier errors leave no log.
         writes = self._world.rank == 0  # a newcomer has its rank only now
         folder, listen = (self._folder, self._listen) if writes else (None, None)
-        if self.first_step >= self.config.train.steps:
+        if self._is_done:
             folder = None  # nothing trains
         self._log = RunLog(self.config, folder, listen)
         for event in self._early:
             self._tell(event)
         self._early.clear()
+
+    @property
+    def _is_done(self) -> bool:
+        train = self.config.train
+        return self.pipeline.steps >= train.steps or self._lowest.misses >= (
+            train.patience or math.inf
+        )
 
     def join(self, stopping: Callable[[], bool]) -> bool:
         """Waits until the run needs this process. Returns False if the run is over."""
@@ -146,7 +181,7 @@ class Trainer:
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         start, interrupted = time.perf_counter(), False
-        while self.pipeline.steps < self.config.train.steps and not interrupted:
+        while not self._is_done and not interrupted:
             try:
                 interrupted = self.advance(stopping())
             except InputError as error:
@@ -197,14 +232,20 @@ class Trainer:
             interrupted |= self._finish(pipeline.drain())
         if evaluates:
             self._evaluate()
-        if self._is_due(step, interrupted) and self._checkpoints is not None:
-            extra = {"data": loader.state_dict()} if isinstance(loader, Loader) else None
-            pipeline.save(self._checkpoints, self.config.checkpoint.keep, extra)
+        keeps_best = self.config.checkpoint.keep_best
+        if (
+            self._is_due(step, interrupted) or (keeps_best and self._lowest.step == step)
+        ) and self._checkpoints is not None:
+            extra: dict[str, Any] = {"lowest": asdict(self._lowest)}
+            if isinstance(loader, Loader):
+                extra["data"] = loader.state_dict()
+            best = self._lowest.step if keeps_best else None
+            pipeline.save(self._checkpoints, self.config.checkpoint.keep, extra, best)
         return interrupted
 
     def _is_due(self, step: int, interrupted: bool) -> bool:
         every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
+        return bool(every) and (step % every == 0 or self._is_done or interrupted)
 
     def _follow_mesh(self) -> None:
         """Reads other data if the mesh or its ends have changed.
@@ -236,6 +277,9 @@ class Trainer:
         if step > self.first_step:
             pipeline.save_trace(None if self._folder is None else self._folder / "trace.json")
         account = pipeline.account()
+        is_whole, lowest = step >= self.config.train.steps, self._lowest
+        if lowest.step is not None and self._log is not None and self._log.writes:
+            _logger.warning(f"lowest held-out loss {lowest.loss:.6f} after step {lowest.step}")
         if step > self.first_step:
             # Last: rank 0 may compute for seconds, and no rank waits for it.
             costs = pipeline.costs()
@@ -247,7 +291,7 @@ class Trainer:
                 pipeline.loss,
                 digest,
                 seconds,
-                reason="interrupted" if interrupted else "done",
+                reason="interrupted" if interrupted else "done" if is_whole else "stopped",
                 measure_seconds=account.measure_seconds,
                 decide_seconds=account.decide_seconds,
                 move_seconds=account.move_seconds,
@@ -299,3 +343,7 @@ class Trainer:
         if pipeline.has_dense:
             results += evaluate(dense=True)
         self._tell(EvalEvent(pipeline.steps - 1, *results))
+        if train.patience is not None or self.config.checkpoint.keep_best:
+            # A newcomer has no account of earlier evaluations. That of rank 0 counts.
+            texts = share_texts(self._world, json.dumps(asdict(self._lowest)), "the lowest loss")
+            self._lowest = Lowest(**json.loads(texts[0])).after(pipeline.steps, results[0])

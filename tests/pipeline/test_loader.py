@@ -84,4 +84,8 @@ def test_wrong_options_are_one_line() -> None:
             load([], streaming=True)
         with pytest.raises(ConfigError, match="batching"):
             load([{"input_ids": [1, 2]}] * 3, batching="other")
+        with pytest.raises(ConfigError, match=r"epochs = 1: a stream has no known length"):
+            load(lambda: [], streaming=True, epochs=1)
+        loader = load([{"input_ids": [1, 2]}] * 21, epochs=1.5)  # one of 21 is held out
+        assert loader.steps == len(list(loader)) == 15
         pipeline.close()

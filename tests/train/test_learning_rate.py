@@ -29,6 +29,8 @@ def test_learning_rate_warms_up_and_decays() -> None:
     warmed = rates(warmup=4, decay="linear")
     assert warmed[3] == warmed[4] == 1.0
     assert warmed[-1] == pytest.approx(0.1)
+    assert rates(steps=50, warmup=7)[-1] == pytest.approx(0.1)
+    assert rates(min_lr_ratio=0.0)[-1] == 0.0
     # Warm-up to the end, or all but one step: no division by zero, no rate above.
     for warmup in (10, 11, 20):
         assert all(0 < rate <= 1 for rate in rates(warmup=warmup))

@@ -67,6 +67,7 @@ def save(
     layers: Iterable[tuple[int, tuple[nn.Module, dict[str, Tensor]]]],
     state: dict[str, Any],
     keep: int,
+    best: int | None = None,
 ) -> Saved:
     """Saves a checkpoint after `step` steps. All ranks call it together.
 
@@ -76,6 +77,7 @@ def save(
         layers: Layers that this rank writes: global index and (module, optimizer state).
         state: The run's own part, as JSON. The same on every rank.
         keep: Number of checkpoints that stay, this one included.
+        best: Step of a checkpoint that stays beside them.
 
     Raises:
         RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
@@ -112,7 +114,7 @@ def save(
             _complete(partial, final, manifest)
     attempt.agree("the checkpoint to be complete")
     if world.rank == 0:
-        _remove_old(folder, step, keep)
+        _remove_old(folder, step, keep, best)
     return Saved(final, int(size), time.perf_counter() - start)
 
 
@@ -137,10 +139,11 @@ def _put_in_place(partial: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def _remove_old(folder: Path, step: int, keep: int) -> None:
-    """Keeps the last `keep` checkpoints up to `step`. Newer ones were damaged."""
+def _remove_old(folder: Path, step: int, keep: int, best: int | None) -> None:
+    """Keeps `best` and the last `keep` checkpoints up to `step`. Newer ones were damaged."""
     complete = [path for path in _named(folder) if (path / MANIFEST).is_file()]
     kept = [path for path in complete if _step(path) <= step][:keep]
+    kept += [path for path in complete if _step(path) == best]
     for old in [*(path for path in complete if path not in kept), *folder.glob("step-*.tmp")]:
         try:
             _remove(old)

@@ -1,0 +1,43 @@
+"""The number of steps of a run whose length is in epochs."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from dynmo.config import Config, with_options
+from dynmo.data.order import Order, windows_of
+from dynmo.data.records import open_records
+from dynmo.errors import ConfigError
+from dynmo.train.setup import model_of
+from dynmo.train.text import open_text
+
+_logger = logging.getLogger(__name__)
+
+
+def with_steps(config: Config) -> Config:
+    """Returns the config with the steps that `train.epochs` gives. Reads the length of the data.
+
+    Raises:
+        ConfigError: The length is unknown, or the steps do not fit the other options.
+    """
+    train, data = config.train, config.data
+    if train.epochs is None:
+        return config
+    if data.streaming:
+        raise ConfigError(
+            f'train.epochs = {train.epochs:g}: the length of data.source = "{data.source}" is '
+            "unknown with data.streaming; give train.steps"
+        )
+    if data.has_samples:
+        windows = len(open_records(data.source))
+    else:
+        options = model_of(config).options or config.model
+        windows = windows_of(len(open_text(data.source, options)), config.model.sequence)
+    order = Order(windows, train.global_batch, train.micro_batch, config.seed, data.shuffle)
+    steps = order.steps(train.epochs)
+    if os.environ.get("RANK", "0") == "0":
+        _logger.warning(
+            f"train.epochs = {train.epochs:g} with {order.windows} samples: {steps} steps"
+        )
+    return with_options(config, ("train",), {"epochs": None, "steps": steps})

@@ -1,0 +1,79 @@
+"""`checkpoint.keep_best` and `train.patience`: the lowest held-out loss of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import dynmo
+from dynmo.config import parse
+from dynmo.errors import ConfigError
+from dynmo.events import EndEvent, read
+from dynmo.train.setup import model_of
+from dynmo.train.trainer import Lowest, Trainer
+
+LOSSES = [3.0, 2.0, 2.5, 1.5, 1.6, float("nan"), 1.5, 1.0]  # by step
+
+
+def trainer(world: dynmo.World, folder: Path, resume: bool = False, **train: Any) -> Trainer:
+    """A trainer whose evaluations give `LOSSES`."""
+    config = parse(
+        {
+            "model": {"blocks": 1, "hidden": 8, "heads": 1, "sequence": 8},
+            "train": {"steps": 8, "global_batch": 2, "micro_batch": 1, "eval_every": 1} | train,
+            "checkpoint": {"every": 3, "keep": 1, "keep_best": True},
+            "trace": {"steps": 0},
+        }
+    )
+    (folder / "config.toml").write_text(config.to_toml())
+    made = Trainer(config, cast(Any, world), model_of(config), folder, resume)
+    made.pipeline.evaluate = lambda *_, **__: LOSSES[made.pipeline.steps - 1]  # type: ignore
+    return made
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[-6:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_run_keeps_the_best_and_ends_without_a_lower_loss(tmp_path: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        first = trainer(world, tmp_path, patience=3)
+        seen = [(first.advance(), saved(tmp_path))[1] for _ in range(5)]
+        assert seen == [[1], [2], [2, 3], [4], [4]]
+        assert first._log is not None
+        first._log.close()  # it ends without a word
+        again = trainer(world, tmp_path, resume=True, patience=3)
+        assert again.first_step == 4
+        result = again.run()
+    assert (result.steps, result.interrupted) == (7, False)
+    assert saved(tmp_path) == [4, 7]
+    ends = [each for each in read(tmp_path / "events.jsonl") if isinstance(each, EndEvent)]
+    assert [each.reason for each in ends] == ["stopped"]
+
+
+def test_a_run_that_has_ended_early_has_nothing_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dynmo.init(device="cpu") as world:
+        assert trainer(world, tmp_path, patience=1).run().steps == 3
+        before = (tmp_path / "events.jsonl").read_bytes()
+        assert trainer(world, tmp_path, resume=True, patience=1).run().steps == 3
+        assert "train.patience = 1: nothing is left to train" in caplog.text
+        assert (tmp_path / "events.jsonl").read_bytes() == before
+        assert trainer(world, tmp_path, resume=True).run().steps == 8
+
+
+def test_lowest_loss_is_exact_as_json() -> None:
+    lowest = Lowest().after(3, 0.1 + 0.2)
+    assert Lowest(**json.loads(json.dumps(vars(lowest)))) == lowest
+
+
+@pytest.mark.parametrize(
+    "section", [{"train": {"patience": 2}}, {"checkpoint": {"keep_best": True}}]
+)
+def test_held_out_losses_are_needed(section: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"set train.eval_every"):
+        parse(section)
