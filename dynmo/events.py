@@ -7,7 +7,6 @@ Floats are written so that they read back exactly (Python's repr does).
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from dynmo.errors import InputError, RunError
+from dynmo.files import LineLog
 
 
 @dataclass(frozen=True)
@@ -488,35 +488,25 @@ def from_json(record: dict[str, Any]) -> Event:
 
 
 class EventLog:
-    """Appends events to a file, a line each.
-
-    Each line is flushed at once, so that a run can be watched. A torn last line (an earlier run was
-    cut off) is dropped, because the next event must start its own line.
-    """
+    """Appends events to a file, a line each. A torn last line is dropped."""
 
     def __init__(self, path: Path) -> None:
         """Raises InputError if the file cannot be opened."""
         self._path = path
         try:
-            if path.exists():
-                whole = path.read_bytes().rfind(b"\n") + 1
-                os.truncate(path, whole)
-            # Without a buffer: on a full disk, `close` would try to write its content again.
-            self._file = path.open("ab", buffering=0)
+            self._log = LineLog(path)
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
     def write(self, event: Event) -> None:
-        """Raises RunError if the file cannot be written."""
-        line = (json.dumps(to_json(event)) + "\n").encode()
+        """Raises RunError if the file cannot be written, or has been removed."""
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            self._log.write(json.dumps(to_json(event)))
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -1,8 +1,10 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -31,3 +33,43 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+class LineLog:
+    """Appends lines to a file. A torn last line, which an earlier process left, is dropped.
+
+    Each line is on disk at once, so that a run can be watched.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        # Without a buffer: on a full disk, `close` would try to write its content again.
+        self._file = path.open("ab", buffering=0)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def truncate(self, size: int) -> None:
+        os.truncate(self._path, size)
+
+    def write(self, line: str) -> None:
+        """Adds a line, or raises OSError and adds nothing."""
+        size, rest = self.size, f"{line}\n".encode()
+        if not self._path.exists():
+            raise OSError(errno.ENOENT, "it has been removed")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self.truncate(size)
+            raise
+
+    def close(self) -> None:
+        self._file.close()

@@ -14,9 +14,7 @@ A run that resumes goes back to the step of its checkpoint. Each sink then has o
 
 from __future__ import annotations
 
-import csv
 import importlib
-import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from dynmo.errors import ConfigError, not_installed
+from dynmo.errors import ConfigError, RunError, not_installed
 from dynmo.events import DataEvent, EvalEvent, Event, StepEvent
-from dynmo.files import write_whole
+from dynmo.files import LineLog, write_whole
 from dynmo.options import find_own
 
 
@@ -71,7 +69,7 @@ class Csv:
         self._rows: dict[int, int] = {}  # where the row of each step begins
         self._last: int | None = None  # the step whose numbers are in `_row`
         try:
-            self._file = self._path.open("a+", newline="", encoding="utf-8")
+            self._log = LineLog(self._path)
             self._read()
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
@@ -83,16 +81,15 @@ class Csv:
             first, *rest = line.decode("utf-8", errors="replace").rstrip("\r\n").split(",")
             if not place:
                 self._names = rest
-            elif first.isdigit() and line.endswith(b"\n"):
+            elif first.isdigit():
                 self._rows[int(first)] = place
             else:
                 break
             place += len(line)
         if not place:
-            csv.writer(self._file).writerow(["step", *self._names])
-            self._file.flush()
-        elif place < self._path.stat().st_size:
-            self._file.truncate(place)
+            self._log.write(",".join(["step", *self._names]))
+        else:
+            self._log.truncate(place)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, DataEvent):
@@ -107,15 +104,18 @@ class Csv:
     def _write(self, step: int) -> None:
         """Writes the row of a step, in place of the rows from this step on."""
         again = [place for each, place in self._rows.items() if each >= step]
-        if again:
-            self._file.truncate(min(again))
+        row = [step, *(self._row.get(name, "") for name in self._names)]
+        try:
+            if again:
+                self._log.truncate(min(again))
             self._rows = {each: place for each, place in self._rows.items() if each < step}
-        self._last, self._rows[step] = step, os.fstat(self._file.fileno()).st_size
-        csv.writer(self._file).writerow([step, *(self._row.get(n, "") for n in self._names)])
-        self._file.flush()
+            self._last, self._rows[step] = step, self._log.size
+            self._log.write(",".join(map(str, row)))
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 class TensorBoard:

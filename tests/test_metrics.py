@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError
 from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepEvent
 from dynmo.metrics import Csv, numbers_of, open_sink
+from tests.full_disk import files_up_to
 
 
 def step(number: int, loss: float, norm: float | None = 2.0) -> StepEvent:
@@ -108,6 +109,15 @@ def test_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     assert [number for number, _ in fake.rows] == [0, 1, -1, 1, -1]
     assert {"data/waited", "step/loss", "eval/loss"} <= fake.rows[0][1].keys()
     assert fake.rows[1][1]["checkpoint/bytes"] == 5
+
+
+def test_table_on_a_full_disk_is_named(tmp_path: Path) -> None:
+    table = Csv(tmp_path / "numbers.csv")
+    size = (tmp_path / "numbers.csv").stat().st_size
+    with files_up_to(size + 10), pytest.raises(RunError, match=r"numbers\.csv cannot be written"):
+        table(step(0, 1.0))
+    table.close()
+    assert (tmp_path / "numbers.csv").stat().st_size == size
 
 
 def test_table_keeps_the_columns_of_an_older_one(tmp_path: Path) -> None:

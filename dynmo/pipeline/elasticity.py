@@ -23,7 +23,7 @@ from dynmo.elastic.grant import Grant, cost_records
 from dynmo.elastic.launch_folder import tell_launcher
 from dynmo.elastic.member import Member, count_text, describe, member_from, member_text, own_member
 from dynmo.elastic.rank_source import RankSource
-from dynmo.errors import NoRoomError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
@@ -209,7 +209,7 @@ class Elasticity:
                     step, nodes=nodes, there=there, most=self._most, reference=self.reference
                 )
             )
-        except NoRoomError as error:
+        except PartitionError as error:  # the wish cannot be met with the present layers
             self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {error}"))
             return None
         self.reference, self._wanted = wish.reference, wish.ranks

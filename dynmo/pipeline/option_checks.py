@@ -177,11 +177,16 @@ def _repack(options: PipelineOptions, layers: int | None) -> Iterator[str]:
                 f"{key} merges ranks of one stage, but {options.schedule} has "
                 f"{options.stages_per_rank} a rank; use another schedule"
             )
-    if target is not None and not options.mesh_rule(layers).shapes(target):
+    if target is None:
+        return
+    shapes, most = options.mesh_rule(layers).shapes(target), options.replicas
+    least = most if options.expert > 1 else 1  # replicas that share experts stay together
+    if not any(least <= replicas <= most for _, replicas in shapes):
+        told = f"the {most}" if least == most else f"at most {most}"
         yield (
             f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
-            f"pipeline.schedule, {options.all_microbatches} microbatches and train.reduction_slots "
-            f"= {options.accumulation_groups}; use another number"
+            f"pipeline.schedule, {told} replicas, {options.all_microbatches} microbatches and "
+            f"train.reduction_slots = {options.accumulation_groups}; use another number"
         )
 
 

@@ -456,7 +456,7 @@ def ask_again(record: DecisionRecord) -> tuple[dict[str, Any], str]:
     if record.kind == "ranks":
         try:
             wish = decide_ranks(now)
-        except NoRoomError as error:
+        except PartitionError as error:
             return {"move": False}, str(error)
         return wish.answer, wish.choice.decision.reason
     if record.kind == "schedule":

@@ -232,9 +232,15 @@ class DecisionRecord:
     situation: Situation
     answer: dict[str, Any]
 
+    @property
+    def stays(self) -> bool:
+        """Whether nothing changes."""
+        return not (self.answer.get("move") or self.answer.get("change"))
+
     def to_text(self) -> str:
-        """Returns the record as one line of JSON. Floats read back exactly."""
-        return json.dumps(_RECORD.dump_python(self, mode="json"))
+        """Returns the record as one line of JSON without defaults. Floats read back exactly."""
+        data = _RECORD.dump_python(self, mode="json", exclude_defaults=True)
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> DecisionRecord:
@@ -245,10 +251,14 @@ _RECORD = TypeAdapter(DecisionRecord)
 
 
 def read_records(path: Path) -> Iterator[DecisionRecord]:
-    """Reads the decisions that a run wrote."""
-    for number, line in enumerate(read_text(path, str(path)).splitlines(), start=1):
+    """Reads the decisions that a run wrote. A torn last line (the run was cut off) is left out."""
+    lines = read_text(path, str(path)).split("\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            yield DecisionRecord.from_text(line)
-        except ValueError as error:
+            if line:
+                yield DecisionRecord.from_text(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return
             first = str(error).splitlines()[0]
             raise InputError(f"{path}, line {number} is no decision of a run: {first}") from None

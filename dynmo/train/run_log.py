@@ -12,10 +12,10 @@ from dynmo.cost import profile_file
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
-from dynmo.files import write_whole
+from dynmo.files import LineLog, write_whole
 from dynmo.metrics import open_sink
 from dynmo.planner import situation
-from dynmo.planner.situation import DecisionRecord
+from dynmo.planner.situation import DecisionRecord, Kind
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ class RunLog:
     def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
         self._config, self._folder, self._listen = config, folder, listen
         self._events = None if folder is None else EventLog(folder / "events.jsonl")
+        self._decisions: LineLog | None = None
+        self._stayed = set[Kind]()  # kinds of decisions of which the last changed nothing
         self._sinks = (
             []
             if folder is None
@@ -81,18 +83,31 @@ class RunLog:
             _logger.warning(str(error))
 
     def record_decisions(self, decisions: Sequence[DecisionRecord]) -> None:
-        """Adds decisions, with what they rest on, for `dynmo simulate`."""
-        if self._folder is None or not decisions:
+        """Adds decisions, with what they rest on, for `dynmo simulate`.
+
+        A decision that changes nothing is left out if the one before of its kind did neither.
+        """
+        if self._folder is None:
             return
         path = self._folder / situation.IN_RUN
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(f"{each.to_text()}\n" for each in decisions)
-        except OSError as error:  # missing records must not end the run
-            _logger.warning(f"{path} cannot be written: {error.strerror}")
+        for each in decisions:
+            if each.stays and each.kind in self._stayed:
+                continue
+            try:
+                self._decisions = self._decisions or LineLog(path)
+                self._decisions.write(each.to_text())
+            except OSError as error:  # missing records must not end the run
+                _logger.warning(f"{path} cannot be written: {error.strerror}")
+                return
+            if each.stays:
+                self._stayed.add(each.kind)
+            else:
+                self._stayed.discard(each.kind)
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+        if self._decisions is not None:
+            self._decisions.close()
         if self._events is not None:
             self._events.close()

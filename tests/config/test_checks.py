@@ -106,6 +106,8 @@ def test_bad_values_are_refused(key, value, hint):
         (["elastic.target_ranks=2", "elastic.min_ranks=3"],
          ["elastic.target_ranks = 2", "elastic.min_ranks = 3"]),
         (["model.blocks=1", "elastic.target_ranks=9"], ["elastic.target_ranks = 9", "no mesh"]),
+        (["model.kind=moe", "model.experts=4", "parallel.replicas=2", "parallel.expert=2",
+          "elastic.target_ranks=1"], ["elastic.target_ranks = 1", "the 2 replicas"]),
         (["elastic.algorithm=python:own.rules:merge"],
          ['elastic.algorithm = "python:own.rules:merge"', "elastic.repack = true"]),
         (["elastic.algorithm=python:own.rules:merge", "elastic.repack=true"],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
 from dynmo.balance.partition import Partition
+from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.planner.decisions import (
@@ -27,6 +28,7 @@ from dynmo.planner.options import Elastic
 from dynmo.planner.situation import DecisionRecord, Kind, Situation, read_records
 from dynmo.planner.workload import Policy, Replayer, Workload
 from dynmo.schedule.bounds import Objective
+from dynmo.train.run_log import RunLog
 from tests.equality import RANDOM_MOVES
 
 ONE = LayerCost(0.01, 0.01, 0.01, 10, 100, 100, 200, 5, 2, 10)
@@ -125,6 +127,20 @@ def test_record_that_is_damaged_is_refused(tmp_path: Path) -> None:
         list(read_records(path))
     with pytest.raises(InputError, match="cannot be read"):
         list(read_records(tmp_path / "none"))
+    record = DecisionRecord("move", situation(), {"move": False})
+    path.write_text(record.to_text() + "\n" + record.to_text()[:100])
+    assert list(read_records(path)) == [record]
+
+
+def test_decisions_in_a_row_that_change_nothing_are_written_once(tmp_path: Path) -> None:
+    """So a run of 2,000 steps writes less than a megabyte."""
+    stay = DecisionRecord("move", situation(), {"move": False})
+    move, kept = replace(stay, answer={"move": True}), replace(stay, kind="schedule")
+    log = RunLog(parse({}), tmp_path, None)
+    for records in ([stay, kept], [stay, kept], [move], [stay, kept], [stay]):
+        log.record_decisions(records)
+    log.close()
+    assert list(read_records(tmp_path / "decisions.jsonl")) == [stay, kept, move, stay]
 
 
 seconds = st.floats(0.001, 1.0, allow_nan=False)
