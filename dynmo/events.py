@@ -270,6 +270,7 @@ class ResizeEvent(Event):
         layers: Layers on each stage from now on.
         moved_bytes: Bytes that all ranks received.
         seconds: How long the ranks stood still.
+        micro_batch: Samples of a microbatch until now, and from now on. Empty in older logs.
     """
 
     id: int
@@ -280,6 +281,7 @@ class ResizeEvent(Event):
     layers: tuple[int, ...]
     moved_bytes: int
     seconds: float
+    micro_batch: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

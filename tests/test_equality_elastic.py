@@ -229,6 +229,8 @@ def test_run_with_retune_finishes_after_a_shrink(pool: Pool) -> None:
     }
     events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     assert sizes(events) == [(4, 4, 2)]
+    before, after = fields_of(events, "repack", "micro_batch")[0][0]
+    assert before == 2 != after
     assert [step for (step,) in fields_of(events, "step", "step")] == list(range(6))
     losses = fields_of(events, "step", "loss")
     assert all(loss == loss for (loss,) in losses)

@@ -284,11 +284,12 @@ class Elasticity:
             tell_launcher(left, generation)
         if self.left:
             return True
-        self._account(before, plan)
+        sizes = self._account(before, plan)
         if self._source is not None:
             self._source.release(left, [member for member in members if member.rank in kept])
         event = partial(
             RepackEvent,
+            micro_batch=sizes,
             predicted_slowdown=None if plan.gain is None else -plan.gain,
             left=tuple(map(describe, left)),
         )
@@ -352,10 +353,11 @@ class Elasticity:
             self._tell(FaultEvent(step, str(error)))
             self.enroll()
             return True
-        self._account(before, plan)
+        sizes = self._account(before, plan)
         self._most = max(self._most, plan.ranks)
         event = partial(
             GrowEvent,
+            micro_batch=sizes,
             predicted_gain=plan.gain,
             joined=tuple(map(describe, joined)),
             gpu_seconds_returned=self.gpu_seconds_returned,
@@ -392,8 +394,13 @@ class Elasticity:
         ]
         return self._source.grant([each.to_text() for each in grants])
 
-    def _account(self, before: int, plan: _Plan) -> None:
-        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches."""
+    def _account(self, before: int, plan: _Plan) -> tuple[int, int]:
+        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches.
+
+        Returns:
+            Samples of a microbatch until now, and from now on.
+        """
+        size = self.options.samples
         if plan.mesh.microbatches != self.options.all_microbatches:
             self.options = self.options.with_microbatches(plan.mesh.microbatches)
             self._rebalancer.use(self.options)
@@ -401,6 +408,7 @@ class Elasticity:
         self._returned += (self._most - before) * (moment - self._since)
         self._since = moment
         self._wanted, self._refused, self._called = None, 0, False
+        return size, self.options.samples
 
     def _tell(self, *events: Event | None) -> None:
         self._events += [event for event in events if event is not None]

@@ -90,8 +90,10 @@ def rank_text(event: RankEvent, measured: float | None = None) -> str:
 def _size(event: ResizeEvent) -> str:
     layers = "+".join(map(str, event.layers))
     replicas = f" x {event.target[1]} replicas" if event.target[1] > 1 else ""
+    sizes = event.micro_batch
+    resized = f", micro_batch {sizes[0]} to {sizes[1]}" if len({*sizes}) > 1 else ""
     return (
-        f"layers {layers}{replicas}, {event.moved_bytes / 2**20:.1f} MiB moved, pause "
+        f"layers {layers}{replicas}{resized}, {event.moved_bytes / 2**20:.1f} MiB moved, pause "
         f"{event.seconds * 1000:.0f} ms"
     )
 

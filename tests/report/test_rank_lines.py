@@ -1,5 +1,7 @@
 """Lines about ranks that leave and join, and the GPU time of a run."""
 
+from dataclasses import replace
+
 from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent, StepEvent
 from dynmo.report.rank_lines import account_text, rank_account, rank_text, speeds_text
 
@@ -18,6 +20,8 @@ def test_resize_events_have_a_line():
         "went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 ranks): a "
         "step takes +4.0% predicted, +5.0% measured"
     )
+    resized = replace(REPACK, micro_batch=(3, 1))
+    assert "(layers 4+4, micro_batch 3 to 1, 1.0 MiB moved" in rank_text(resized)
     assert rank_text(GROW).startswith(
         "grew from 2 to 4 ranks (layers 4+4 x 2 replicas, 0.0 MiB moved, pause 500 ms; planned)"
     )
