@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.baselines.placements import balanced_bounds
 from benchmarks.cost_traces import best
+from benchmarks.harness import OPTIMIZER
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
@@ -66,6 +67,7 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
     return {
         "model": model,
         "train": {
+            **OPTIMIZER,
             "steps": steps,
             "global_batch": MICROBATCHES,
             "micro_batch": 1,

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import OPTIMIZER
 from dynmo.config import parse
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.grouped_linear import GroupedLinear
@@ -135,6 +136,7 @@ def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[s
     return {
         "model": model | {"routing": "bias", "bias_rate": 0.0},
         "train": {
+            **OPTIMIZER,
             "steps": steps,
             "global_batch": MICROBATCHES * REPLICAS,
             "micro_batch": 1,

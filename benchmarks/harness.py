@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dynmo.runtime.layer.split_backward import Layer
 
 Taken = TypeVar("Taken")
+# Of runs whose loss is a figure.
+OPTIMIZER = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:

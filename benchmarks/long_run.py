@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness import run_ranks
+from benchmarks.harness import OPTIMIZER, run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.config import parse
 from dynmo.events import (
@@ -40,6 +40,7 @@ def settings(steps: int, blocks: int, hidden: int, sequence: int) -> dict[str, A
     return {
         "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
         "train": {
+            **OPTIMIZER,
             "steps": steps,
             "global_batch": MICROBATCHES,
             "micro_batch": 1,

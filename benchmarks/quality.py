@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import train_each
+from benchmarks.harness import OPTIMIZER, train_each
 from benchmarks.output import (
     PICTURES,
     add_number,
@@ -113,6 +113,7 @@ def config_of(
             "seed": seed,
             "model": {"blocks": 4, "hidden": hidden, "heads": 4, "sequence": 128} | (model or {}),
             "train": {
+                **OPTIMIZER,
                 "steps": steps,
                 "global_batch": 8,
                 "micro_batch": 4,

@@ -98,6 +98,7 @@ def train(world: World, steps: int, model: dict[str, Any], hidden: int) -> dict[
                 **model,
             },
             "train": {
+                **harness.OPTIMIZER,
                 "steps": steps + 1,
                 "global_batch": 4,
                 "micro_batch": 4,

@@ -118,7 +118,7 @@ class _Run:
             world,
             microbatches=MICROBATCHES,
             schedule=SCHEDULE,
-            optimizer=dynmo.SGD(lr=0.0),
+            optimizer=dynmo.SGD(lr=0.0, momentum=0.9),
             listen=self._events.append,
             steps=10_000,
         )

@@ -137,19 +137,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used (PEP 562)."""
-    if name == "huggingface":
-        value: Any = importlib.import_module("dynmo.huggingface")
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
-        raise AttributeError(
-            f"module 'dynmo' has no attribute {name!r}; its public names are {', '.join(__all__)}"
-        )
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name when it is first used (PEP 562)."""
+        if name == "huggingface":
+            value = importlib.import_module("dynmo.huggingface")
+        elif name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        else:
+            raise AttributeError(
+                f"module 'dynmo' has no attribute {name!r}; its public names are "
+                f"{', '.join(__all__)}"
+            )
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "huggingface"])

@@ -39,6 +39,8 @@ else:
 
 # Largest count. A slip of the keyboard should not become an endless loop.
 LARGEST = 2**31 - 1
+# More steps than this are left in a run without a known end.
+ENDLESS = LARGEST // 2
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
 

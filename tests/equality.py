@@ -50,6 +50,8 @@ def config(
             "global_batch": 10,
             "micro_batch": 2,
             "lr": 1e-2,
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
             "warmup": 2,
             "max_grad_norm": 0.5 * clipping,
         },

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import dynmo
 from docs.tools.reference import keys, sections
 from dynmo.config import Config
+from dynmo.config.sections import TrainSection
 from dynmo.dynamism.options import CASES
 from dynmo.models.options import LoraOptions
 
@@ -56,6 +57,10 @@ def in_python(section: str, key: str) -> list[Any]:
         return ["adamw"]
     if (section, key) == ("checkpoint", "keep"):
         return [inspect.signature(dynmo.Pipeline.save).parameters["keep"].default]
+    if (section, key) == ("train", "weight_decay"):
+        given = [Config(train=TrainSection(optimizer=name)) for name in ("adamw", "sgd")]
+        assert [each.optimizer for each in given] == [dynmo.AdamW(), dynmo.SGD()]
+        return [None]  # each optimizer has its own
     if section == "train":
         records = (dynmo.AdamW, dynmo.SGD, dynmo.LearningRate)
         of_records = [x.model_fields[key].default for x in records if key in x.model_fields]

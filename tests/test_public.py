@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 import dynmo
 
@@ -25,7 +26,14 @@ DOCTESTS = "Change Dynamism LayerCost Partition Pipeline Sequential World init n
 def test_public_names_are_exactly_these() -> None:
     assert sorted(dynmo.__all__) == sorted(NAMES.split())
     assert all(getattr(dynmo, name) is not None for name in dynmo.__all__)
-    assert dir(dynmo) == sorted(dynmo.__all__)
+    assert dir(dynmo) == sorted([*dynmo.__all__, "huggingface"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_optimizers_have_the_defaults_of_torch(name: str) -> None:
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    own = getattr(dynmo, name)().model_dump()
+    assert own == {option: theirs[option].default for option in own}
 
 
 def test_unknown_name_suggests_a_public_name() -> None:

@@ -40,7 +40,7 @@ EPS = 1e-4
 
 def run_config(optimizer: Optimizer, ranks: int, **changes: Any) -> dict[str, Any]:
     train = {"steps": STEPS, "max_grad_norm": 0.0, "weight_decay": 0.5, "optimizer": optimizer}
-    train |= {"eps": EPS} if optimizer == "adamw" else {}
+    train |= {"eps": EPS, "betas": [0.9, 0.95]} if optimizer == "adamw" else {"momentum": 0.9}
     return config(MODEL, ranks, **{**changes, "train": train | changes.get("train", {})})
 
 

@@ -62,9 +62,13 @@ def sections(
 
 def keys(section: type[Options]) -> dict[str, FieldInfo]:
     """The fields of a section that are values, its own before those that it inherits."""
-    own = section.__annotations__
-    fields = sorted(section.model_fields.items(), key=lambda item: item[0] not in own)
-    return {key: field for key, field in fields if section_in(field.annotation) is None}
+    fields = section.model_fields
+    ordered = dict.fromkeys([*section.__annotations__, *fields])
+    return {
+        key: fields[key]
+        for key in ordered
+        if key in fields and section_in(fields[key].annotation) is None
+    }
 
 
 def keys_table(name: str) -> str:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, written
 
-BALANCERS = ("none", "uniform", "exact", "diffusion")
+BalancerName: TypeAlias = Literal["none", "uniform", "exact", "diffusion"]
+BALANCERS: tuple[BalancerName, ...] = get_args(BalancerName)
 OWN_BALANCER = "python:package.module:NAME"
-if TYPE_CHECKING:
-    BalancerName: TypeAlias = str
-else:
-    BalancerName = Literal[BALANCERS] | Annotated[str, written(OWN, OWN_BALANCER)]
 
 
 class Balance(Options):
     """Decides where layers live: by which algorithm, by which cost and how often."""
 
-    balancer: BalancerName = "exact"
+    balancer: BalancerName | Annotated[str, written(OWN, OWN_BALANCER)] = "exact"
     """Algorithm that places the layers, or your own: `python:package.module:NAME`."""
     cost: Literal["time", "parameters"] = "time"
     """Cost of a layer: its measured seconds, or its number of parameters."""

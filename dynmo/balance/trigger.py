@@ -28,6 +28,7 @@ from typing import final
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.readings import WINDOW
 from dynmo.errors import PartitionError
+from dynmo.options import ENDLESS
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,12 @@ def worth_moving(
             gain,
             f"stay: {step}, a gain of {gain:.2%} under the {hysteresis:.2%} that counts",
         )
-    sums = (
-        f"{saved:.4g} s saved over {horizon_steps} steps against {move_seconds:.4g} s for the "
-        f"move x {margin:g}"
+    saving = (
+        f"{saved:.4g} s saved over {horizon_steps} steps"
+        if horizon_steps < ENDLESS
+        else f"{seconds_now - seconds_then:.4g} s saved in each step from now on"
     )
+    sums = f"{saving} against {move_seconds:.4g} s for the move x {margin:g}"
     return Decision(saved > price, gain, f"{'move' if saved > price else 'stay'}: {step}, {sums}")
 
 

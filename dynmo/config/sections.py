@@ -15,10 +15,9 @@ from dynmo.balance.options import Balance
 from dynmo.data.options import DataOptions
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
-from dynmo.options import OWN, Count, Lax, Options, Positive, Seed, Whole, written
+from dynmo.options import OWN, Count, Lax, NonNegative, Options, Positive, Seed, Whole, written
 from dynmo.pipeline.options import (
     SGD,
-    TORCH_OPTIMIZERS,
     AdamW,
     LearningRate,
     MeshOptions,
@@ -26,6 +25,7 @@ from dynmo.pipeline.options import (
     OwnOptimizer,
     PipelineOptions,
     ScheduleOptions,
+    TorchOptimizer,
     TrainingOptions,
     WorldOptions,
 )
@@ -47,11 +47,10 @@ RunName: TypeAlias = Annotated[
     ),
 ]
 _OWN_OPTIMIZERS: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
+OptimizerName: TypeAlias = Literal["adamw", "sgd", TorchOptimizer] | OwnOptimizer
 if TYPE_CHECKING:
     CaseName: TypeAlias = str
-    OptimizerName: TypeAlias = str
 else:
-    OptimizerName = Literal[(*_OWN_OPTIMIZERS, *TORCH_OPTIMIZERS)] | OwnOptimizer
     CaseName = Literal[tuple(CASES)] | Annotated[str, written(OWN, "python:package.module:Class")]
 Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
@@ -107,6 +106,8 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     optimizer: OptimizerName = "adamw"
     """The optimizer: dynmo's `adamw` or `sgd`, a class of `torch.optim` in lower case, or
     `python:package.module:function`. The latter two get `lr`, and have their own defaults."""
+    weight_decay: NonNegative | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Weight decay. Not set: 0.01 with `adamw`, 0 with `sgd`."""
     eval_every: Whole = 0
     """Steps between two evaluations. 0 never evaluates."""
     eval_batches: Count = 4
@@ -280,7 +281,8 @@ class Config(Options):
         kind = _OWN_OPTIMIZERS.get(self.train.optimizer)
         if kind is None:
             return NamedOptimizer(name=self.train.optimizer, lr=self.train.lr)
-        return kind(**{key: getattr(self.train, key) for key in kind.model_fields})
+        given = {key: getattr(self.train, key) for key in kind.model_fields}
+        return kind(**{key: value for key, value in given.items() if value is not None})
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the options of `dynmo.Pipeline` for this run, but for the cases."""

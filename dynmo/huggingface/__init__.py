@@ -27,17 +27,19 @@ _HOMES = {
 __all__ = ["from_pretrained", "generate", "save_pretrained"]
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'dynmo.huggingface' has no attribute {name!r}; its names are "
-            f"{', '.join(__all__)}"
-        )
-    importlib.import_module("dynmo.models.huggingface")  # raises without transformers
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name when it is first used (PEP 562)."""
+        if name not in _HOMES:
+            raise AttributeError(
+                f"module 'dynmo.huggingface' has no attribute {name!r}; its names are "
+                f"{', '.join(__all__)}"
+            )
+        importlib.import_module("dynmo.models.huggingface")  # raises without transformers
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -110,6 +110,10 @@ class Loader:
             self._check_packing()
         self._open(state or {"step": 0})
 
+    def __repr__(self) -> str:
+        source = f'"{self._source}"' if isinstance(self._source, str) else "records"
+        return f"Loader({source}, {self._options.batching}, step {self._step})"
+
     def _check_packing(self) -> None:
         """Raises ConfigError on every rank if a layer mixes the samples of a packed row."""
         from dynmo.models.huggingface.packing_check import check_packing

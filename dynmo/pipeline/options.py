@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -30,7 +30,7 @@ from dynmo.options import (
     written,
 )
 from dynmo.planner.options import Elastic
-from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of, shapes_of
+from dynmo.schedule.catalogue import AUTO, ScheduleName, chunks_of, shapes_of
 
 
 def _check_power_of_two(value: float) -> float:
@@ -55,10 +55,11 @@ LossScale: TypeAlias = (
 Recompute: TypeAlias = (
     Literal["none", "all", "auto"] | Annotated[tuple[Whole, ...], Lax, AfterValidator(_ascending)]
 )
-if TYPE_CHECKING:
-    ScheduleName: TypeAlias = str
-else:
-    ScheduleName = Literal[(*SCHEDULES, AUTO)]
+Rollback: TypeAlias = Literal["exact", "in-place"]
+Granularity: TypeAlias = Literal["whole", "linear"]
+ClipScope: TypeAlias = Literal["global", "local"]
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Backend: TypeAlias = Literal["auto", "gloo"]
 
 
 class WorldOptions(Options):
@@ -72,7 +73,7 @@ class WorldOptions(Options):
     """Seconds after which a wait fails."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the ranks. `auto` takes CUDA if there is a GPU."""
-    backend: Literal["auto", "gloo"] = "auto"
+    backend: Backend = "auto"
     """`auto` is NCCL between CUDA ranks and gloo between CPU ranks. `gloo` sends through host
     memory, which is slower but lets ranks share a GPU."""
 
@@ -104,7 +105,7 @@ class ScheduleOptions(Options):
     post_validation: bool = False
     """Whether a step ends without a barrier. A step that overflows or must be clipped is then
     taken back."""
-    rollback: Literal["exact", "in-place"] = "exact"
+    rollback: Rollback = "exact"
     """How a step is taken back: `exact` restores saved copies bit for bit. `in-place` inverts the
     update without copies and is approximate."""
     chunks: Count | None = None
@@ -112,7 +113,7 @@ class ScheduleOptions(Options):
     memory_limit: MemoryLimit = None
     """Memory of a rank: bytes, or a size such as `"40GiB"`. A list has one for each rank of a
     pipeline. Not set: the device's memory on CUDA, no limit on CPU."""
-    w_granularity: Literal["whole", "linear"] = "whole"
+    w_granularity: Granularity = "whole"
     """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
     at a time, while a message is late."""
 
@@ -122,10 +123,10 @@ class TrainingOptions(Options):
 
     max_grad_norm: NonNegative = 1.0
     """Largest norm of the gradients. Larger gradients are clipped to it. 0 never clips."""
-    clip_scope: Literal["global", "local"] = "global"
+    clip_scope: ClipScope = "global"
     """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
     own norm."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Precision = "float32"
     """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
     gradients."""
     loss_scale: LossScale = None
@@ -156,36 +157,36 @@ class TrainingOptions(Options):
 
 
 class AdamW(Options):
-    """AdamW (Loshchilov and Hutter, 2019).
+    """AdamW (Loshchilov and Hutter, 2019), with the defaults of `torch.optim.AdamW`.
 
-    Weight decay acts on parameters of two or more dimensions.
+    Weight decay acts only on parameters of two or more dimensions, unless `groups` sets it.
     """
 
-    lr: NonNegative = 3e-4
+    lr: NonNegative = 1e-3
     """Peak learning rate."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegative = 0.01
     """Weight decay of the optimizer."""
-    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.95)
+    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.999)
     """AdamW's two decay rates."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""
 
 
 class SGD(Options):
-    """Stochastic gradient descent with momentum.
+    """Stochastic gradient descent, with the defaults of `torch.optim.SGD`.
 
-    Weight decay acts on parameters of two or more dimensions.
+    Weight decay acts only on parameters of two or more dimensions, unless `groups` sets it.
     """
 
-    lr: NonNegative = 3e-4
+    lr: NonNegative = 1e-3
     """Peak learning rate."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegative = 0.0
     """Weight decay of the optimizer."""
-    momentum: BelowOne = 0.9
+    momentum: BelowOne = 0.0
     """SGD's momentum."""
 
 
-TORCH_OPTIMIZERS = (
+TorchOptimizer: TypeAlias = Literal[
     "adadelta",
     "adafactor",
     "adagrad",
@@ -197,21 +198,17 @@ TORCH_OPTIMIZERS = (
     "radam",
     "rmsprop",
     "rprop",
-)
+]
 """Classes of `torch.optim` in lower case, beside those that dynmo has itself."""
 OwnOptimizer: TypeAlias = Annotated[str, written(OWN, "python:package.module:function")]
-if TYPE_CHECKING:
-    TorchName: TypeAlias = str
-else:
-    TorchName = Literal[TORCH_OPTIMIZERS] | OwnOptimizer
 
 
 class NamedOptimizer(Options):
     """An optimizer of torch, or of the user's own, by its name."""
 
-    name: TorchName
+    name: TorchOptimizer | OwnOptimizer
     """A class of `torch.optim` in lower case, or `python:package.module:function`."""
-    lr: NonNegative = 3e-4
+    lr: NonNegative = 1e-3
     """Peak learning rate."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.options import Balance
+from dynmo.balance.options import Balance, BalancerName
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.counterparts import names_checked
@@ -39,9 +39,13 @@ from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
     SGD,
     AdamW,
+    ClipScope,
+    Granularity,
     LearningRate,
     NamedOptimizer,
     PipelineOptions,
+    Precision,
+    Rollback,
 )
 from dynmo.pipeline.placing import (
     check_own_rules,
@@ -73,6 +77,7 @@ from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.optim.parameter_groups import GroupRule, Make, ParameterGroups
 from dynmo.runtime.state.digest import buffers_digest
+from dynmo.schedule.catalogue import ScheduleName
 from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
@@ -195,29 +200,29 @@ class Pipeline:
         optimizer: AdamW | SGD | NamedOptimizer | Make = _DEFAULT.optimizer,
         groups: GroupRule | None = _DEFAULT.groups,
         learning_rate: LearningRate | None = _DEFAULT.learning_rate,
-        balance: Balance | str = _DEFAULT.balance,
+        balance: Balance | BalancerName = _DEFAULT.balance,
         cases: Sequence[CaseOptions | Dynamism] = (),
         elastic: Elastic | None = None,
         steps: int | None = _DEFAULT.steps,
         seed: int = _DEFAULT.seed,
         micro_batch: int | None = _DEFAULT.micro_batch,
-        schedule: str = _DEFAULT.schedule,
+        schedule: ScheduleName = _DEFAULT.schedule,
         post_validation: bool = _DEFAULT.post_validation,
-        rollback: str = _DEFAULT.rollback,
+        rollback: Rollback = _DEFAULT.rollback,
         chunks: int | None = _DEFAULT.chunks,
         memory_limit: int | str | Sequence[int | str] | None = None,
-        w_granularity: str = _DEFAULT.w_granularity,
+        w_granularity: Granularity = _DEFAULT.w_granularity,
         pipeline: int | None = None,
         replicas: int = _DEFAULT.replicas,
         expert: int = _DEFAULT.expert,
         zero: int = _DEFAULT.zero,
         slices: bool = _DEFAULT.slices,
         max_grad_norm: float = _DEFAULT.max_grad_norm,
-        clip_scope: str = _DEFAULT.clip_scope,
-        precision: str = _DEFAULT.precision,
-        loss_scale: float | str | None = _DEFAULT.loss_scale,
+        clip_scope: ClipScope = _DEFAULT.clip_scope,
+        precision: Precision = _DEFAULT.precision,
+        loss_scale: float | Literal["dynamic"] | None = _DEFAULT.loss_scale,
         loss_scale_window: int = _DEFAULT.loss_scale_window,
-        recompute: str | Collection[int] = _DEFAULT.recompute,
+        recompute: Literal["none", "all", "auto"] | Collection[int] = _DEFAULT.recompute,
         head_tokens: int | None = _DEFAULT.head_tokens,
         reduction_slots: int | None = _DEFAULT.reduction_slots,
         compile: bool = _DEFAULT.compile,
@@ -351,12 +356,27 @@ class Pipeline:
         self._before = None
         self._watch(grant.reference)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "_loop", "_shapes"):
-            raise RunError(
-                "this process is no rank of the training; call join(), and go on if it returns True"
-            )
-        raise AttributeError(name)
+    def __repr__(self) -> str:
+        if "_loop" not in vars(self) or self._loop.left:
+            return f"Pipeline({self._model.layers} layers, no rank of the training)"
+        ranks, replicas = self.shape
+        where = f"{ranks} rank{'s' * (ranks > 1)}" + (
+            f" x {replicas} replicas" if replicas > 1 else ""
+        )
+        return (
+            f"Pipeline({self._model.layers} layers on {where}, {self.options.schedule}, "
+            f"{self.microbatches} microbatches, step {self.steps})"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("_engine", "_loop", "_shapes"):
+                raise RunError(
+                    "this process is no rank of the training; call join(), and go on if it "
+                    "returns True"
+                )
+            raise AttributeError(name)
 
     def _make_loop(
         self, step: int = 0, loss: float = math.nan, moves: int = 0, joined: bool = False
@@ -857,7 +877,9 @@ class Pipeline:
         return self._engine.store.layout.partition != before
 
     @in_own_modes
-    def move(self, partition: Partition | Sequence[int], schedule: str | None = None) -> None:
+    def move(
+        self, partition: Partition | Sequence[int], schedule: ScheduleName | None = None
+    ) -> None:
         """Moves layers to `partition`, with gradients and optimizer state.
 
         Args:

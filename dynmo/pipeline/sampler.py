@@ -23,6 +23,13 @@ class ReplicaSampler(Sampler[list[int]]):
         self._dataset, self._batch, self._place = dataset, batch, place
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
 
+    def __repr__(self) -> str:
+        order = "shuffled" if self._shuffle else "in order"
+        return (
+            f"ReplicaSampler({len(self._dataset)} samples, {self._batch} a step, {order}, "
+            f"epoch {self._epoch})"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Shuffles otherwise in the epochs that follow."""
         self._epoch = epoch

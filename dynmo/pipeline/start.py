@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.files import write_whole
-from dynmo.pipeline.options import WorldOptions
+from dynmo.pipeline.options import Backend, WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
@@ -67,7 +67,7 @@ def init(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     device: str | torch.device = _DEFAULT.device,
-    backend: str = _DEFAULT.backend,
+    backend: Backend = _DEFAULT.backend,
     timeout: float = _DEFAULT.timeout,
     threads: int = _DEFAULT.threads,
     rendezvous: str | Path | None = None,

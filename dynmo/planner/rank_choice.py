@@ -38,6 +38,7 @@ from dynmo.balance.repack import kept_ranks
 from dynmo.balance.trigger import SOON, Decision, ForecastInterval, confirmed
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import InputError, NoRoomError, PartitionError
+from dynmo.options import ENDLESS
 from dynmo.planner.mesh_plan import Mesh, MeshPlan
 from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError
 from dynmo.planner.rank_options import RankOptions
@@ -401,6 +402,8 @@ class _Worth:
 
     @property
     def duration(self) -> str:
+        if self.steps > ENDLESS:
+            return "all steps from now on"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         until = "" if self.stop is None else f", until the change expected at step {self.stop}"
         return f"{self.prefix}{steps}{until}"

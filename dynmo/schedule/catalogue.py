@@ -19,7 +19,7 @@ placement that is best for it. It is no schedule itself: `planner.shapes` choose
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import GENERATORS
@@ -48,6 +48,20 @@ SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
 }
 
 AUTO = "auto"
+ScheduleName: TypeAlias = Literal[
+    "gpipe",
+    "1f1b",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-1f1b",
+    "zb-auto",
+    "zb-v",
+    "v-auto",
+    "v-half",
+    "v-min",
+    "auto",
+]
+"""The names in `SCHEDULES`, and "auto"."""
 SHAPES = ("zb-auto", "v-auto", "interleaved-1f1b")
 """What "auto" chooses from. Those that send fewer messages come first."""
 

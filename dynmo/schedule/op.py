@@ -111,6 +111,10 @@ class Schedule:
     def __str__(self) -> str:
         return to_text(self)
 
+    def __repr__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"Schedule({self.name}, {ranks}, {self.microbatches} microbatches)"
+
 
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
     """List the ops that must have ended before `op` may start.

@@ -18,6 +18,7 @@ from dynmo.balance.trigger import (
 )
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.errors import PartitionError
+from dynmo.options import LARGEST
 
 
 def test_layers_move_if_the_saving_exceeds_the_price():
@@ -34,6 +35,11 @@ def test_layers_move_if_the_saving_exceeds_the_price():
     decision = worth_moving(1.25, 1.0, 80, 10.0, margin=2.0)
     assert decision.reason.startswith("stay: ")
     assert "20 s saved over 80 steps" in decision.reason
+
+
+def test_a_run_without_an_end_counts_no_steps():
+    reason = worth_moving(1.25, 1.0, LARGEST - 4, 10.0).reason
+    assert "0.25 s saved in each step from now on against 10 s" in reason
 
 
 def test_gain_below_the_hysteresis_never_moves():

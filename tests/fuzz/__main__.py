@@ -1,9 +1,9 @@
-"""The random test's command.
+"""Runs random cases. Call it from the root of the repository.
 
-python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
-python -m tests.fuzz --seed 1 --only 37               # one of them again
-python -m tests.fuzz --cases 200 --write runs/cases    # files for `tests.digests --folder`
-python -m tests.fuzz --cases 48 --out benchmarks/results/fuzz.json    # README's figure
+1000 cases:                      python -m tests.fuzz --cases 1000 --seed 1
+Case 37 again:                   python -m tests.fuzz --seed 1 --only 37
+Files for `tests.digests`:       python -m tests.fuzz --cases 200 --write runs/cases
+The figure of the README:        python -m tests.fuzz --cases 48 --out benchmarks/results/fuzz.json
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
         loaded.seed,
         loaded.data.shuffle,
     )
-    groups = decay_groups(layers, train.weight_decay)
+    groups = decay_groups(layers, getattr(loaded.optimizer, "weight_decay", 0.0))
     options: dict[str, Any] = {}
     if train.optimizer == "adamw":
         options = {"lr": 0.0, "betas": train.betas, "eps": train.eps}

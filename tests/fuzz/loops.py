@@ -223,7 +223,7 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
                 stages = pipeline.shape[0] * chunks_of(schedule)
             cuts = sorted(random.sample(range(1, last + 1), stages - 1))
             edges = [0, *cuts, last + 1]
-            pipeline.move([b - a for a, b in pairwise(edges)], schedule)
+            pipeline.move([b - a for a, b in pairwise(edges)], cast(Any, schedule))
         results += pipeline.advance(*own(step))
         rate.step()
     results += pipeline.drain()

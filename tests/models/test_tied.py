@@ -82,7 +82,10 @@ def train(
     made: Any = layers()
     if factories:
         made = [lambda layer=layer: layer for layer in made]
-    options |= {"optimizer": dynmo.AdamW(lr=0.01, weight_decay=0.0), "max_grad_norm": 0}
+    options |= {
+        "optimizer": dynmo.AdamW(lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+        "max_grad_norm": 0,
+    }
     options |= {"replicas": replicas, "resume": folder if resumes else None}
     model = dynmo.Sequential(made, tied=TIED)
     pipeline = dynmo.Pipeline(model, world, microbatches=3 // replicas, **options)

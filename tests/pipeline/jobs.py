@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -282,7 +282,7 @@ def _refused(pipeline: dynmo.Pipeline, name: str, counts: list[int]) -> list[str
         for rule in (no_room, ()):
             engine.layouts = replace(layouts, recompute=rule)
             with pytest.raises((NoRoomError, RunError)) as error:
-                pipeline.move(counts, name)
+                pipeline.move(counts, cast(Any, name))
             told.append(str(error.value))
             assert state() == before
     engine.layouts = layouts

@@ -30,6 +30,17 @@ def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
     return [pipeline.step(*batch(step)).loss for step in range(pipeline.steps, steps)]
 
 
+def test_reprs_are_one_short_line(world: dynmo.World) -> None:
+    pipeline = make(world)
+    counts = f"{pipeline.microbatches} microbatches"
+    layers = f"{pipeline.partition.layers} layers"
+    assert repr(pipeline) == f"Pipeline({layers} on 1 rank, 1f1b, {counts}, step 0)"
+    assert repr(pipeline.schedule) == f"Schedule(1f1b, 1 rank, {counts})"
+    assert repr(world) == "World(rank 0 of 1, cpu)"
+    sampler = pipeline.sampler(range(10), 4)
+    assert repr(sampler) == "ReplicaSampler(10 samples, 4 a step, shuffled, epoch 0)"
+
+
 def test_losses_match_a_plain_torch_loop(world: dynmo.World) -> None:
     """The plain loop uses clipping and a learning-rate scheduler."""
     own = nn.Sequential(*layers())

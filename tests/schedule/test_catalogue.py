@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, stage_ranks_of
+from dynmo.schedule.catalogue import (
+    AUTO,
+    SCHEDULES,
+    ScheduleName,
+    check_microbatches,
+    chunks_of,
+    stage_ranks_of,
+)
 from dynmo.schedule.op import validate
 
 
@@ -19,6 +28,10 @@ def test_every_schedule_by_name_is_valid(name: str, ranks: int, microbatches: in
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
     assert schedule.stage_ranks == stage_ranks_of(name, ranks)
     assert schedule.stages == ranks * chunks_of(name)
+
+
+def test_the_type_of_names_has_every_schedule() -> None:
+    assert {*get_args(ScheduleName)} == {*SCHEDULES, AUTO}
 
 
 def test_placements_of_schedules_by_name() -> None:

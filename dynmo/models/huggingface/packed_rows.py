@@ -1,7 +1,8 @@
-"""Refuses batches whose mask keeps the samples of a packed row together.
+"""Rejects packed rows that have an attention mask.
 
-A row has several samples if its position ids start again. transformers keeps them apart only if
-there is no mask, and takes each number of a mask but 0 as 1.
+A packed row holds several samples. Its position ids start again with each sample. transformers
+separates the samples only if the batch has no mask. It reads every nonzero number of a mask as 1,
+so a mask cannot separate them.
 """
 
 from __future__ import annotations

@@ -135,6 +135,10 @@ class World:
     # CUDA: waits of the stream for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        which = "no rank yet" if self.is_outside else f"rank {self.rank} of {self.size}"
+        return f"World({which}, {self.device})"
+
     @classmethod
     def join(
         cls,

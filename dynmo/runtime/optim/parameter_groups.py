@@ -33,10 +33,10 @@ class OptimizerSettings:
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    momentum: float = 0.9
+    momentum: float = 0.0
     lr: float = 0.0
     groups: GroupRule | None = None
 

@@ -59,7 +59,7 @@ def train(world: dynmo.World, family: str, folder: str) -> list[list[float]]:
     model, losses = from_pretrained(config_of(family)), list[list[float]]()
     for schedule in SCHEDULES:
         given: Any = {"schedule": schedule, "microbatches": MICROBATCHES, "max_grad_norm": 0}
-        adamw = dynmo.AdamW(lr=1e-3, weight_decay=0.1)
+        adamw = dynmo.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
         pipeline = dynmo.Pipeline(model, world, optimizer=adamw, **given)
         losses.append([pipeline.step(make_batch(step)).loss for step in range(STEPS)])
         state = pipeline.state_dict()

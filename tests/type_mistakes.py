@@ -1,0 +1,29 @@
+"""Mistakes that a type checker shows to users. `make check` fails if one is not shown any more."""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from __future__ import annotations
+
+import dynmo
+
+
+def mistakes(model: dynmo.Model, world: dynmo.World, pipeline: dynmo.Pipeline) -> None:
+    pipeline.stepp()  # pyright: ignore[reportAttributeAccessIssue]
+    dynmo.Pipelin  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    dynmo.huggingface.generat  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    dynmo.init(backend="nccl")  # pyright: ignore[reportArgumentType]
+    pipeline.move((2, 1), schedule="zb-h7")  # pyright: ignore[reportArgumentType]
+    dynmo.Pipeline(
+        model,
+        world,
+        microbatches=2,
+        schedule="zb-h7",  # pyright: ignore[reportArgumentType]
+        optimizer="adamw",  # pyright: ignore[reportArgumentType]
+        balance="exakt",  # pyright: ignore[reportArgumentType]
+        rollback="inplace",  # pyright: ignore[reportArgumentType]
+        w_granularity="half",  # pyright: ignore[reportArgumentType]
+        clip_scope="layer",  # pyright: ignore[reportArgumentType]
+        precision="bf16",  # pyright: ignore[reportArgumentType]
+        loss_scale="auto",  # pyright: ignore[reportArgumentType]
+        recompute="some",  # pyright: ignore[reportArgumentType]
+    )
