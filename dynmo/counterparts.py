@@ -103,6 +103,10 @@ lora_dropout | model.lora.dropout | huggingface.from_pretrained(lora=) | lora_dr
   peft.LoraConfig
 lora_target_modules target_modules lora_target_linear | model.lora.targets |
   huggingface.from_pretrained(lora=) | target_modules of peft.LoraConfig
+merge_lora merge_and_unload | dynmo checkpoint export --merge | huggingface.save_pretrained(merge=)
+  | adapters become a part of the weights
+compute_loss_func loss_func loss_type | train.loss | huggingface.from_pretrained(loss=) | a
+  function of logits and labels
 compute_metrics | | Pipeline.evaluate(metrics=) | dynmo train reports the held-out loss alone
 deepspeed fsdp fsdp_config pipeline_model_parallel_size pp_size | parallel.pipeline |
   Pipeline(pipeline=) | ranks of a pipeline; parallel.replicas and parallel.zero train in parallel

@@ -50,6 +50,9 @@ class ExportOptions:
         str | None,
         typer.Option(metavar="TYPE", help="Type of the weights, such as bfloat16."),
     ] = None
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Make adapters a part of the weights, as peft does.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
 
 
@@ -71,7 +74,7 @@ def export(options: ExportOptions) -> None:
         _logger.warning(f"{problem}; {path.name} is exported")
     model = _model(options, path, manifest.layers)
     with _progress(path, model.layers) as listen:
-        done = export_checkpoint(path, model, options.folder, dtype, listen)
+        done = export_checkpoint(path, model, options.folder, dtype, listen, merge=options.merge)
     if options.as_json:
         answer = {
             "checkpoint": str(path),
@@ -91,7 +94,7 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
     from dynmo.models.huggingface.model import make
     from dynmo.models.options import ModelOptions
 
-    found, source = ModelOptions(kind="hf"), options.model
+    found, source, seed = ModelOptions(kind="hf"), options.model, 0
     if source is None:
         config = _config_of(path)
         if config.model.kind != "hf":
@@ -99,10 +102,10 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
                 f'{path} is of a run with model.kind = "{config.model.kind}"; only a model of '
                 'transformers (model.kind = "hf") can be exported'
             )
-        found, source = config.model, Path(config.model.path)
+        found, source, seed = config.model, Path(config.model.path), config.seed
     for cut in ("auto", "blocks"):
         update = {"path": str(source), "cut": cut, "sequence": 1}
-        model = make(found.model_copy(update=update), seed=0)
+        model = make(found.model_copy(update=update), seed)
         if list(model.names) == names:
             return model
     raise ConfigError(

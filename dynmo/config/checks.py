@@ -30,6 +30,14 @@ def _model(config: Config) -> Iterator[str]:
         )
 
 
+def _loss(config: Config) -> Iterator[str]:
+    if config.train.loss is not None and config.model.kind != "hf":
+        yield (
+            f'train.loss needs model.kind = "hf", not "{config.model.kind}"; a model of your own '
+            "returns its layers and its loss"
+        )
+
+
 def _batch(config: Config) -> Iterator[str]:
     train, replicas = config.train, config.parallel.replicas
     if train.global_batch % replicas:
@@ -120,6 +128,7 @@ def _output_cache(config: Config) -> Iterator[str]:
 
 _RULES: tuple[Rule, ...] = (
     _model,
+    _loss,
     _batch,
     _pipeline,
     _experts,

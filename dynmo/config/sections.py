@@ -108,6 +108,9 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     `python:package.module:function`. The latter two get `lr`, and have their own defaults."""
     weight_decay: NonNegative | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Weight decay. Not set: 0.01 with `adamw`, 0 with `sgd`."""
+    loss: Annotated[str, written(OWN, "python:package.module:function")] | None = None
+    """For `hf`, `python:package.module:function` of logits and labels, as
+    `huggingface.from_pretrained(loss=)` takes it. Not set: the cross entropy of the next token."""
     eval_every: Whole = 0
     """Steps between two evaluations. 0 never evaluates."""
     eval_batches: Count = 4

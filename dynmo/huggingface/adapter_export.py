@@ -37,9 +37,10 @@ class AdapterExport:
         dtype: torch.dtype | None,
     ) -> None:
         self._place, self._model = PartialFolder(folder), model
-        self._layer_of = {n: at for at, each in enumerate(modules) for n in each.state_dict()}
         self._shards, self._dtype = shards, dtype
-        self._shapes = [self.tensors(shapes_of_state(module)) for module in modules]
+        self._shapes = [
+            self.tensors(index, shapes_of_state(module)) for index, module in enumerate(modules)
+        ]
         self.files = [WEIGHTS]
         self.bytes = sum(each.nbytes for shapes in self._shapes for each in shapes.values())
 
@@ -53,25 +54,24 @@ class AdapterExport:
     def shard(self, number: int) -> TensorFile:
         return TensorFile(self._part(number), self._shapes_of(self._shards[number]))
 
-    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def tensors(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = self._model.saved
         own = {name: tensor.detach() for name, tensor in state.items() if name in saved}
         if own and _is_random_cut(self._model.lora):
-            own = self._beside_the_start(own)
+            own = self._beside_the_start(index, own)
         names = self._model.folder_class.names
         return {
             saved_name(saved[name], names): x.to(x.device, self._dtype or x.dtype)
             for name, x in own.items()
         }
 
-    def _beside_the_start(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _beside_the_start(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns adapters of twice the rank, which fit the weights of the folder.
 
         The start, which was cut out of the weights, is taken away from what was trained.
         """
         lora = self._model.lora
         assert lora is not None
-        index = self._layer_of[next(iter(state))]
         is_meta = next(iter(state.values())).is_meta
         start = state if is_meta else self._model.build((index,))[index].state_dict()
         # alpha stays, and twice the rank makes its share smaller.

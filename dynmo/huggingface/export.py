@@ -82,8 +82,9 @@ class Export:
                 file.write({key: tensor})
         return file
 
-    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def tensors(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a layer for its shard, on the CPU."""
+        del index
         return self._form.tensors({name: each.detach().cpu() for name, each in state.items()})
 
     def complete(self) -> None:

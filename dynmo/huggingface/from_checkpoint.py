@@ -45,6 +45,8 @@ def export_checkpoint(
     folder: Path,
     dtype: torch.dtype | None = None,
     listen: Callable[[int], None] = lambda _: None,
+    *,
+    merge: bool = False,
 ) -> Exported:
     """Writes the model of a verified checkpoint as `save_pretrained` does.
 
@@ -52,6 +54,7 @@ def export_checkpoint(
         path: The checkpoint, whose layers are those of `model`.
         dtype: Type of floating-point weights in the files. None writes float32.
         listen: Called with the number of layers that are done.
+        merge: Whether adapters become a part of the weights.
 
     Raises:
         CheckpointError: The checkpoint is of another model.
@@ -66,13 +69,13 @@ def export_checkpoint(
     if model.weights is not None:
         sizes[-1] += sum(each.bytes for each in model.weights.beside.values())
     shards = in_shards(sizes, _MOST)
-    export = export_of(model)(folder, model, modules, shards, dtype)
+    export = export_of(model, merge)(folder, model, modules, shards, dtype)
     try:
         export.prepare()
         for number, layers in enumerate(shards):
             with export.shard(number) as file:
                 for index in layers:
-                    file.write(export.tensors(_state(path, model, index, modules[index])))
+                    file.write(export.tensors(index, _state(path, model, index, modules[index])))
                     modules[index].to("meta")
                     listen(index + 1)
         export.complete()

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def save_pretrained(
-    pipeline: Pipeline, folder: str | Path, *, dtype: torch.dtype | str | None = None
+    pipeline: Pipeline,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    merge: bool = False,
 ) -> None:
     """Saves the model of a pipeline in a folder that transformers loads.
 
@@ -39,9 +43,12 @@ def save_pretrained(
         folder: The folder, new or not. Other files that it has stay there.
         dtype: Type of the weights in the files, such as "bfloat16". None writes float32: the
             masters, if the pipeline computes in lower precision.
+        merge: Whether adapters become a part of the weights, which are read from their folder
+            again. The folder then loads without peft.
 
     Raises:
-        ConfigError: The model is not one of transformers, or there is no such type.
+        ConfigError: The model is not one of transformers, there is no such type, or the adapters
+            cannot be merged.
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
@@ -55,7 +62,7 @@ def save_pretrained(
     layers = range(model.layers)
     shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
     folder = Path(folder)
-    export = export_of(model)(folder, model, store.modules, shards, kind)
+    export = export_of(model, merge)(folder, model, store.modules, shards, kind)
     attempt = Attempt(world, export.partial, f"the files of {folder} are as before")
     with attempt.part():
         if world.everyone.rank == 0:
@@ -83,13 +90,17 @@ def _write_layers(
             masters = store.masters(index)
             with store.whole(index) as module, attempt.part():
                 if file is not None:
-                    file.write(export.tensors(exact_state(module, masters)))
+                    file.write(export.tensors(index, exact_state(module, masters)))
         with attempt.part():
             stack.close()
 
 
-def export_of(model: HuggingFaceModel) -> type[Export | AdapterExport]:
-    """Returns what writes a model: the adapters alone, if it has some."""
+def export_of(model: HuggingFaceModel, merge: bool) -> type[Export | AdapterExport]:
+    """Returns what writes a model: the adapters alone, if it has some and they are not merged."""
+    if merge:
+        from dynmo.huggingface.merged_export import MergedExport  # needs peft
+
+        return MergedExport
     if model.lora is None:
         return Export
     from dynmo.huggingface.adapter_export import AdapterExport  # needs peft

@@ -32,13 +32,16 @@ KINDS: dict[str, Callable[[ModelOptions, int, Mapping[str, Any]], Model]] = {
 }
 
 
-def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) -> Model:
+def load_model(
+    options: ModelOptions, seed: int = 0, cases: Iterable[Any] = (), loss: Loss | None = None
+) -> Model:
     """Loads one of dynmo's own models, or makes one of a user's function.
 
     Args:
         options: Kind and sizes of the model.
         seed: Seed of the initial weights.
         cases: Options of the dynamic cases of the run. Some need other layers.
+        loss: For the kind "hf", a loss of logits and labels, as `from_pretrained` takes it.
 
     Returns:
         The model for `dynmo.Pipeline`.
@@ -51,7 +54,12 @@ def load_model(options: ModelOptions, seed: int = 0, cases: Iterable[Any] = ()) 
     if options.kind == "hf":
         from dynmo.models.huggingface.model import make
 
-        return make(options, seed)
+        return make(options, seed, loss)
+    if loss is not None:
+        raise ConfigError(
+            f'loss needs a model of kind "hf", not "{options.kind}"; give a model of your own its '
+            "loss where it is made"
+        )
     if options.kind in KINDS:
         model = KINDS[options.kind](options, seed, {case.name: case for case in cases})
     else:

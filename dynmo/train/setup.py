@@ -22,7 +22,7 @@ from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
-from dynmo.options import value_text
+from dynmo.options import find_own, value_text
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -130,7 +130,10 @@ def device_for(config: Config, local_rank: int) -> torch.device:
 
 def model_of(config: Config) -> Model:
     """Loads the model that a config names."""
-    return load_model(config.model, config.seed, config.dynamism.named.values())
+    own = config.train.loss
+    # Not the wrapper of `find_own`: the attributes of a loss count.
+    loss = None if own is None else find_own("train.loss", own).__wrapped__  # type: ignore
+    return load_model(config.model, config.seed, config.dynamism.named.values(), loss)
 
 
 def _shapes_of(config: Config) -> Model:

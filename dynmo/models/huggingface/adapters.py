@@ -32,7 +32,7 @@ from dynmo.models.huggingface.values import has_no_values
 from dynmo.models.options import LoraOptions
 
 # What peft raises. It asserts that there is a GPU, say.
-_REFUSALS = ValueError, TypeError, KeyError, AssertionError, ImportError, RuntimeError
+REFUSALS = ValueError, TypeError, KeyError, AssertionError, ImportError, RuntimeError
 
 
 class Adapters:
@@ -90,7 +90,7 @@ class Adapters:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise _refusal(error) from None
         config.init_lora_weights, config.velora_config = init, velora
         if getattr(config, "target_modules_to_tie", None):
@@ -115,7 +115,7 @@ class Adapters:
                 warnings.simplefilter("ignore")
                 for path, each in list(layer.named_modules()):
                     self._start(path, each)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise _refusal(error) from None
         for name, parameter in layer.named_parameters():
             parameter.data = parameter.data.contiguous()

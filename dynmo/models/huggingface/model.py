@@ -44,8 +44,8 @@ from dynmo.models.huggingface.structure import (
 )
 from dynmo.models.huggingface.transformers_private import initialise
 from dynmo.models.huggingface.types import Types
-from dynmo.models.loss import causal_lm_loss, count_labels
-from dynmo.models.model import Model
+from dynmo.models.loss import Loss, causal_lm_loss, count_labels, is_sum
+from dynmo.models.model import Model, check_loss
 from dynmo.models.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def from_pretrained(  # noqa: PLR0913
     sequence: int = 256,
     seed: int = 0,
     trust_remote_code: bool = False,
+    loss: Loss = causal_lm_loss,
     **config_values: Any,
 ) -> HuggingFaceModel:
     """Makes a model for `dynmo.Pipeline` of a causal language model of transformers.
@@ -128,6 +129,9 @@ def from_pretrained(  # noqa: PLR0913
         sequence: Tokens of a row, for the account of memory before a step has run.
         seed: Seed of weights that are drawn, and of adapters.
         trust_remote_code: Whether to run Python code that the folder has.
+        loss: Takes logits [rows, tokens, vocabulary] and labels [rows, tokens], and returns the
+            mean over the labels from the second on that are not -100. A loss with
+            `reduction="sum"`, an argument or an attribute as in torch, is added up instead.
         config_values: Values that replace those of the config, such as
             `output_router_logits=True`, which adds the loss of the routers.
 
@@ -183,6 +187,13 @@ def from_pretrained(  # noqa: PLR0913
         if adapters is not None:
             adapters.fill(layer)
 
+    is_own = loss is not causal_lm_loss
+    if is_own and router is not None and is_sum(loss):
+        raise ConfigError(
+            "the loss is a sum, and the model adds the mean loss of its routers; let the loss "
+            "return a mean, or set output_router_logits=False"
+        )
+    check_loss("from_pretrained", loss, ())
     builder = Builder(structure, cuts, fill, router)
     builder.float32_adapters, builder.types = float32_adapters, types
     builder.base_folder = None if saves_base or folder is None else str(folder)
@@ -194,9 +205,9 @@ def from_pretrained(  # noqa: PLR0913
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
-        loss=causal_lm_loss if router is None else partial(with_router_loss, weight=router.weight),
+        loss=loss if router is None else partial(with_router_loss, weight=router.weight, loss=loss),
         router_loss=None if router is None else partial(weighted_router_loss, weight=router.weight),
-        piece_loss=None if router is None else piece_with_router_loss(router.weight),
+        piece_loss=None if router is None or is_own else piece_with_router_loss(router.weight),
         tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(
@@ -205,7 +216,7 @@ def from_pretrained(  # noqa: PLR0913
         inputs=INPUTS,
         gaps=True,
         check=check_rows,
-        count=count_labels,
+        count=None if is_sum(loss) else count_labels,
         config=config,
         structure=structure,
         folder=folder,
@@ -218,7 +229,7 @@ def from_pretrained(  # noqa: PLR0913
     )
 
 
-def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
+def make(options: ModelOptions, seed: int, loss: Loss | None = None) -> HuggingFaceModel:
     """Makes the model that a configuration file names."""
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
@@ -232,6 +243,7 @@ def make(options: ModelOptions, seed: int) -> HuggingFaceModel:
         train_last=options.train_last,
         seed=seed,
         trust_remote_code=options.trust_remote_code,
+        loss=loss or causal_lm_loss,
     )
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
-from dynmo.models.loss import PieceLoss, causal_lm_loss, next_labels, next_token_loss
+from dynmo.models.loss import Loss, PieceLoss, causal_lm_loss, next_labels, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,18 @@ class RouterLoss:
         return torch.sum(tokens / rows * (probabilities / rows).unsqueeze(0)) * self.experts
 
 
-def with_router_loss(output: tuple[Tensor, Tensor], labels: Tensor, weight: float) -> Tensor:
-    """The mean cross entropy of the next tokens, and the weighted loss of the routers.
+def with_router_loss(
+    output: tuple[Tensor, Tensor], labels: Tensor, weight: float, loss: Loss = causal_lm_loss
+) -> Tensor:
+    """The loss of the logits, and the weighted loss of the routers.
 
     Args:
         output: Logits [rows, tokens, vocabulary], and the loss of the routers.
         labels: [rows, tokens], as transformers has them.
         weight: Weight of the loss of the routers.
+        loss: That of the logits.
     """
-    return causal_lm_loss(output[0], labels) + weighted_router_loss(output, weight)
+    return loss(output[0], labels) + weighted_router_loss(output, weight)
 
 
 def weighted_router_loss(output: tuple[Tensor, Tensor], weight: float) -> Tensor:
