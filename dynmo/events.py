@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from dynmo.errors import InputError, RunError
-from dynmo.files import LineLog
+from dynmo.files import LineLog, parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -522,13 +522,17 @@ def read(path: Path) -> Iterator[Event]:
     Raises:
         InputError: Any other line is bad. The message has its number.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = read_text(path).split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"{path} cannot be read: {reason}") from None
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             if number == len(lines):
                 return
             raise InputError(f"{path}:{number}: not a line of JSON") from None

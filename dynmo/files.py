@@ -1,11 +1,17 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and text of unknown files."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import stat
+import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
+
+_DEEPEST = 100  # tables or lists of a file within one another
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
@@ -33,6 +39,65 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError if a path is no file: a folder, or a pipe that would block."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+
+
+def read_text(path: Path) -> str:
+    """Reads a file of UTF-8 text, with or without a byte-order mark.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+        UnicodeDecodeError: It is no such text.
+    """
+    check_regular(path)
+    return path.read_bytes().decode("utf-8-sig")
+
+
+def parse_json(text: str | bytes) -> object:
+    """Raises ValueError for text that is no JSON, is nested deep, or has a lone surrogate."""
+    try:
+        return _checked(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError for text that is no TOML, or is nested deep."""
+    parts = 0  # of a key with dots, on which tomllib spends the square of their number
+    for part in text.split("."):
+        parts = parts + 1 if part.strip() and "\n" not in part else 0
+        if parts > _DEEPEST:
+            raise ValueError("it is nested too deep")
+    try:
+        return cast("dict[str, Any]", _checked(tomllib.loads(text)))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _checked(whole: object) -> object:
+    """Raises ValueError for values that later code could not walk through, or print."""
+    level = [whole]
+    for _ in range(_DEEPEST):
+        below = list[object]()
+        for value in level:
+            if isinstance(value, dict):
+                below += [*value, *cast("dict[str, object]", value).values()]
+            elif isinstance(value, list):
+                below += cast("list[object]", value)
+            elif isinstance(value, str) and not value.isascii():
+                value.encode()
+        if not below:
+            return whole
+        level = below
+    raise ValueError("it is nested too deep")
 
 
 class LineLog:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from dynmo.cli.options import command
 from dynmo.cli.plot import check_plot, save_plot
 from dynmo.errors import InputError
 from dynmo.events import read, to_json
+from dynmo.files import parse_toml, read_text
 
 if TYPE_CHECKING:
     from dynmo.report.comparison import Differences, NamedSummary
@@ -94,9 +94,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
     from dynmo.config import without_unused_keys
 
     try:
-        return without_unused_keys(
-            tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        )
+        return without_unused_keys(parse_toml(read_text(folder / "config.toml")))
     except (OSError, ValueError):
         return None
 

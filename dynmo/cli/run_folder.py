@@ -9,14 +9,13 @@ import contextlib
 import errno
 import logging
 import shutil
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynmo.errors import ConfigError, DynmoError, Interrupted, RunError
-from dynmo.files import write_whole
+from dynmo.files import parse_toml, read_text, write_whole
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -181,7 +180,7 @@ def _resumed_config(folder: Path) -> str:
     if not _checkpoints(folder):
         raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
     try:
-        return (folder / "config.toml").read_text(encoding="utf-8")
+        return read_text(folder / "config.toml")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or "
@@ -214,8 +213,8 @@ def _with_recorded(config: Config, before: str) -> Config:
     from dynmo.config import parse, with_options
 
     # The run's own copy may be edited by hand.
-    with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):
-        then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
+    with contextlib.suppress(ValueError):
+        then = parse(parse_toml(before)).dynamism.pruning.dense_below
         if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
             return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
     return config
@@ -226,10 +225,8 @@ def _tell_changes(before: str, after: str) -> None:
     from dynmo.config import without_unused_keys
     from dynmo.report.comparison import difference_line, differences
 
-    with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
-        changes = differences(
-            [without_unused_keys(tomllib.loads(text)) for text in (before, after)]
-        )
+    with contextlib.suppress(ValueError):  # the run's own copy, edited by hand
+        changes = differences([without_unused_keys(parse_toml(text)) for text in (before, after)])
         if changes:
             _logger.warning(f"resumed; {difference_line(changes)}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
+from dynmo.files import read_text
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, stage_ranks_of
 from dynmo.schedule.op import Schedule
@@ -144,7 +145,7 @@ def _read(path: Path, options: ScheduleOptions) -> Schedule:
             f"{given} and --from-torch-csv both say what the schedule is; use one of them"
         )
     try:
-        return from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
+        return from_torch_csv(read_text(path), name="torch")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None

@@ -7,7 +7,6 @@ over the defaults.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +18,7 @@ from dynmo.config.checks import first_problem
 from dynmo.config.sections import Config
 from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, one_line
+from dynmo.files import parse_toml, read_text
 from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
 from dynmo.options import Options, problems_of, section_in, value_text
 
@@ -141,14 +141,14 @@ def _error(message: str) -> ConfigError:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return parse_toml(read_text(path))
     except OSError as error:
         raise _error(
             f"{path}: cannot be read ({error.strerror}); give the path of a TOML file"
         ) from None
     except UnicodeDecodeError as error:
         raise _error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         # ValueError is tomllib's own error, but also that of an integer of thousands of digits.
         raise _error(f"{path}: not valid TOML: {error}") from None
 
@@ -183,8 +183,8 @@ def _value(text: str, value: str, plain: bool) -> Any:
     The value of a `plain` key is a string, so that a run may be called 2024.
     """
     try:
-        table = tomllib.loads(f"value = {value}")
-    except (ValueError, RecursionError) as error:
+        table = parse_toml(f"value = {value}")
+    except ValueError as error:
         if value.startswith(("'", '"', "[", "{")):  # meant as TOML
             raise _error(f"--set {text}: not a TOML value: {error}") from None
         return value

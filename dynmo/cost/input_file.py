@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dynmo import files
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import InputError
+from dynmo.files import parse_json
 
 Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
@@ -36,7 +38,7 @@ class Link(Strict):
 def read_text(path: Path, where: str, folder_hint: str = "give a file") -> str:
     """Reads a text file. `where` names it in messages."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path)
     except IsADirectoryError:
         raise InputError(f"{where}: a folder; {folder_hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -47,11 +49,11 @@ def read_text(path: Path, where: str, folder_hint: str = "give a file") -> str:
 def read_json(path: Path, where: str, folder_hint: str = "give a file") -> object:
     text = read_text(path, where, folder_hint)
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise InputError(f"{where}: not JSON: {error.msg} at {place}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{where}: not JSON that can be read: {error}") from None
 
 

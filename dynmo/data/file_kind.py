@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+
+from dynmo.files import parse_json
 
 _HEAD = 1 << 16
 # A file with more zero bytes than this is no text. A text may have some as separators.
@@ -54,6 +55,6 @@ def kind_of(path: Path) -> str | None:
 
 def _is_record(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict | list)
+        return isinstance(parse_json(line), dict | list)
     except ValueError:  # also text that is not UTF-8
         return False

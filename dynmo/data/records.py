@@ -24,7 +24,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from dynmo.errors import ConfigError, not_installed
+from dynmo.errors import ConfigError, not_installed, one_line
+from dynmo.files import check_regular
 from dynmo.options import find_own
 
 Record = Mapping[str, Any]
@@ -63,7 +64,7 @@ def open_records(source: Source) -> Records:
         else:
             source, records = "the sequence", OwnRecords("the sequence", source)
     except OSError as error:
-        told = error.strerror or error
+        told = error.strerror or one_line(str(error))
         raise ConfigError(f'data.source = "{source}": cannot be read ({told})') from None
     if not len(records):
         raise ConfigError(f'data.source = "{source}": there are no records in it')
@@ -96,6 +97,7 @@ class JsonLines:
 
     def __init__(self, name: str) -> None:
         self._path = Path(name)
+        check_regular(self._path)
         self._file = os.open(self._path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         starts, lines, at = [0], list[int](), 0
@@ -139,10 +141,11 @@ class Parquet:
     def __init__(self, name: str) -> None:
         arrow, parquet = load_module("pyarrow"), load_module("pyarrow.parquet")
         self._path = Path(name)
+        check_regular(self._path)
         try:
             self._file: Any = parquet.ParquetFile(self._path, memory_map=False)
         except arrow.ArrowException as error:
-            raise ConfigError(f"{name} is no Parquet file: {error}") from None
+            raise ConfigError(f"{name} is no Parquet file: {one_line(str(error))}") from None
         meta = self._file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
         self._starts = [0, *accumulate(sizes)]
@@ -154,27 +157,15 @@ class Parquet:
 
     def __getitem__(self, number: int) -> Record:
         group = bisect_right(self._starts, number) - 1
-        row = self._group(group).slice(number - self._starts[group], 1)
-        return cast(Record, row.to_pylist()[0])
+        try:
+            row = self._group(group).slice(number - self._starts[group], 1)
+            return cast(Record, row.to_pylist()[0])
+        except Exception as error:  # what pyarrow raises for a damaged page, or text not in UTF-8
+            said = one_line(str(error)) or type(error).__name__
+            raise BrokenSampleError(f"{self.place(number)}: cannot be read ({said})") from None
 
     def place(self, number: int) -> str:
         return f"{self._path}, row {number + 1}"
-
-
-class Dataset:
-    """A dataset of Hugging Face by name, from its cache, or a folder of `save_to_disk`."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._rows = name, load_rows(name)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Record:
-        return self._rows[number]
-
-    def place(self, number: int) -> str:
-        return f"{self._name}, item {number}"
 
 
 def load_rows(name: str, streaming: bool = False) -> Any:
@@ -191,8 +182,8 @@ def load_rows(name: str, streaming: bool = False) -> Any:
             rows = datasets.load_from_disk(path)
             return rows.to_iterable_dataset() if streaming else rows
         return datasets.load_dataset(path, split=split or "train", streaming=streaming)
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        said = str(error).splitlines()[0]
+    except Exception as error:  # datasets raises what it wants for files that are damaged
+        said = one_line(str(error)) or type(error).__name__
         raise ConfigError(f'data.source = "hf:{name}": cannot be loaded: {said}') from None
 
 
@@ -239,6 +230,6 @@ def _returned(name: str) -> OwnRecords:
 KINDS: dict[str, Callable[[str], Records]] = {
     "jsonl": JsonLines,
     "parquet": Parquet,
-    "hf": Dataset,
+    "hf": lambda name: OwnRecords(name, load_rows(name)),
     "python": _returned,
 }

@@ -9,7 +9,6 @@ dtype is uint8, uint16, uint32 or int32, little-endian. All tokens are below voc
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from dynmo.data.corpus import file
 from dynmo.errors import ConfigError
+from dynmo.files import parse_json, read_text
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")
 
@@ -48,7 +48,7 @@ class TokenFile:
 
     def _read_kind(self, beside: Path) -> tuple[str, int]:
         try:
-            told: object = json.loads(beside.read_text(encoding="utf-8"))
+            told: object = parse_json(read_text(beside))
         except OSError as error:
             why = f"{beside} cannot be read ({error.strerror})"
             raise ConfigError(

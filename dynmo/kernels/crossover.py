@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from dynmo.files import parse_json, read_text
 from dynmo.kernels.sparse_linear import prune
 from dynmo.kernels.split import SplitLinear, WeightTape, float32_gradients
 
@@ -163,7 +164,7 @@ def _machine(device: torch.device) -> str:
 def _read(path: Path, where: str) -> float | None:
     """Return the kept sparsity. None if there is no valid one."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = cast("dict[str, Any]", parse_json(read_text(path)))
         sparsity = float(kept["sparsity"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -30,6 +30,7 @@ from dynmo.cost.input_file import read_text
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.errors import InputError
+from dynmo.files import parse_json
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.options import Elastic
 from dynmo.planner.stage_plan import StageRequest, schedule_on
@@ -244,7 +245,7 @@ class DecisionRecord:
 
     @classmethod
     def from_text(cls, text: str) -> DecisionRecord:
-        return _RECORD.validate_python(json.loads(text))
+        return _RECORD.validate_python(parse_json(text))
 
 
 _RECORD = TypeAdapter(DecisionRecord)
@@ -257,7 +258,7 @@ def read_records(path: Path) -> Iterator[DecisionRecord]:
         try:
             if line:
                 yield DecisionRecord.from_text(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             if number == len(lines):
                 return
             first = str(error).splitlines()[0]

@@ -5,7 +5,6 @@ A trace has the costs of the layers over time.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +26,7 @@ from dynmo.cost.input_file import (
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES, alias
 from dynmo.errors import InputError
+from dynmo.files import parse_toml
 from dynmo.options import parse_bytes
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
@@ -111,8 +111,8 @@ class _Trace(BaseModel):
 def read(path: Path) -> Workload:
     """Reads and checks a workload, and the trace that it names (from its own folder)."""
     try:
-        data = tomllib.loads(read_text(path, f"workload {path}"))
-    except tomllib.TOMLDecodeError as error:
+        data = parse_toml(read_text(path, f"workload {path}"))
+    except ValueError as error:
         raise InputError(f"workload {path}: not TOML: {error}") from None
     try:
         return parse(data, path.parent, path.stem)

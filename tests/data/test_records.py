@@ -83,6 +83,12 @@ def test_parquet_rows_are_those_of_the_file(tmp_path: Path) -> None:
     assert len(records) == 10
     assert [records[at] for at in (9, 0, 3)] == [rows[at] for at in (9, 0, 3)]
     assert records.place(3) == f"{path}, row 4"
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\xff" * 40 + content[44:])  # a page of the first three rows
+    records = open_records(f"parquet:{path}")
+    with pytest.raises(BrokenSampleError, match=f"{path}, row 2: cannot be read"):
+        records[1]
+    assert records[9] == rows[9]
     path.write_text("text")
     with pytest.raises(ConfigError, match="no Parquet file"):
         open_records(f"parquet:{path}")

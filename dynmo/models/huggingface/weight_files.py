@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dynmo.errors import ConfigError
+from dynmo.cost.input_file import short
+from dynmo.errors import ConfigError, one_line
+from dynmo.files import check_regular, parse_json, read_text
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -53,6 +54,7 @@ class Reader(ExitStack):
     def _opened(self, file: Path) -> Any:
         if file not in self._files:
             with _errors(file):
+                check_regular(file)
                 self._files[file] = self.enter_context(safe_open(file, framework="pt"))
         return self._files[file]
 
@@ -90,17 +92,31 @@ def _usual(folder: Path) -> str:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
+    if not _is_file_name(name):
+        raise ConfigError(f"{folder}/config.json names weights outside of the folder: {name}")
     if not name.endswith(".json"):
         return [folder / name]
     try:
-        listed = json.loads((folder / name).read_text())["weight_map"]
-        names = sorted({*listed.values()})
+        listed: Any = parse_json(read_text(folder / name))
+        names = sorted({*listed["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{folder / name} is no index of weights; download it again") from None
+    wrong = next((each for each in names if not _is_file_name(each)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{folder / name} lists {short(wrong)}, which is no name of a file in that folder; "
+            "download it again"
+        )
     missing = next((each for each in names if not (folder / each).is_file()), None)
     if missing is not None:
         raise ConfigError(f"{folder / missing} is missing, but {name} lists it; download it again")
     return [folder / each for each in names]
+
+
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or "\0" in name or len(name.encode()) > 255:
+        return False
+    return Path(name).name == name and name not in ("", "..")
 
 
 def header_of(file: Path) -> Generator[tuple[str, Stored]]:
@@ -116,5 +132,5 @@ def _errors(file: Path) -> Generator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or one_line(str(error))
         raise ConfigError(f"{file} cannot be read ({reason}); download it again") from None

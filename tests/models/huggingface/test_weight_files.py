@@ -51,6 +51,13 @@ def test_a_damaged_index_is_named(shards: list[Path], content: str) -> None:
     assert refusal(index.parent) == f"{index} is no index of weights; download it again"
 
 
+@pytest.mark.parametrize("name", ["../a.safetensors", "/a", "..", "", "a" * 256, 5])
+def test_index_names_files_of_its_folder_only(shards: list[Path], name: object) -> None:
+    index = shards[0].parent / INDEX
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "which is no name of a file in that folder" in refusal(index.parent)
+
+
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     copy_of("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
