@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.options import command
+from dynmo.cli.plot import check_plot, save_plot
 from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cli.schedule_request import ScheduleRequest, request_of
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.op import Schedule, to_text
+from dynmo.schedule.op import Kind, Schedule, to_text
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 @command
 def schedule(options: ScheduleOptions) -> None:
     """Make or read a pipeline schedule and replay it at given costs."""
+    if options.plot is not None:
+        check_plot(options.plot)
     request = request_of(options)
     began = time.perf_counter()
     with compilation_told() if request.is_optimized else contextlib.nullcontext():
@@ -49,6 +52,8 @@ def schedule(options: ScheduleOptions) -> None:
     result = _result(name, request, timeline, waiting, seconds, proof)
     if options.torch_csv is not None:
         _write_torch_csv(options.torch_csv, made)
+    if options.plot is not None:
+        _plot(timeline, options.plot)
     show = _print_json if options.as_json else _print_text
     show(result, made, timeline, options)
 
@@ -119,6 +124,35 @@ def _write_torch_csv(path: Path, schedule: Schedule) -> None:
         raise InputError(f"torch CSV {path} cannot be written: {error.strerror}") from None
 
 
+_COLOURS = {Kind.F: "tab:cyan", Kind.B: "tab:green", Kind.W: "gold", Kind.BW: "tab:pink"}
+
+
+def _plot(timeline: Timeline, path: Path) -> None:
+    """Draws a row for each rank, with a bar for each op. Later stages of a rank are paler."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no state
+    from matplotlib.patches import Patch
+
+    rows = timeline.ranks
+    size = min(4 + 0.2 * max(map(len, rows)), 40), 1.5 + 0.4 * len(rows)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    for rank, row in enumerate(rows):
+        for op, start, end in row:
+            alpha = 1 / (1 + op.stage // len(rows))
+            axes.barh(rank, end - start, left=start, color=_COLOURS[op.kind], alpha=alpha)
+            middle = (start + end) / 2
+            axes.text(middle, rank, str(op.microbatch), ha="center", va="center", fontsize=6)
+    used = {op.kind for row in rows for op, *_ in row}
+    axes.legend(
+        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in Kind if kind in used],
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
+    axes.set(xlabel="time", ylabel="rank", yticks=range(len(rows)))
+    axes.invert_yaxis()
+    save_plot(figure, path)
+
+
 def _prove(schedule: Schedule, request: ScheduleRequest, seconds: float) -> Exact:
     from dynmo.schedule.automatic.exact import exact
 
@@ -176,8 +210,7 @@ def _fits(peak: float, cap: float) -> bool:
 def _print_json(
     result: dict[str, Any], schedule: Schedule, timeline: Timeline, options: ScheduleOptions
 ) -> None:
-    if options.ops:
-        result["ops"] = schedule.ops
+    result["ops"] = schedule.ops
     if options.grid:
         from dynmo.schedule.grid import draw
 

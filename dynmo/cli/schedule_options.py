@@ -75,7 +75,15 @@ class ScheduleOptions:
         ),
     ] = None
     grid: Annotated[bool, typer.Option("--grid", help="Draw the timeline.")] = False
-    ops: Annotated[bool, typer.Option("--ops", help="List every rank's ops in order.")] = False
+    ops: Annotated[
+        bool, typer.Option("--ops", help="List every rank's ops in order (--json has them).")
+    ] = False
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the timeline into an SVG, PNG or PDF (needs the extra plot)."
+        ),
+    ] = None
     torch_csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the schedule as torch's CSV.")
     ] = None

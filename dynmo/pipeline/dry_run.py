@@ -70,8 +70,14 @@ class RunPlan:
     whole: Mapping[int, str] = field(default_factory=dict[int, str])
     shapes: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def check_memory(self) -> None:
-        """Raises NoRoomError if a rank needs more than the limit. The message names the rank."""
+    def check_memory(self, options: PipelineOptions) -> None:
+        """Raises NoRoomError if a rank needs more than the limit.
+
+        The message names the rank, and what `options` have not set yet.
+        """
+        zero = "" if options.zero else "parallel.zero = 1 with replicas, "
+        smaller = "" if options.micro_batch == 1 else "smaller microbatches, "
+        recompute = "train.recompute = 'auto', " if options.recompute == "none" else ""
         limits = rank_limits(self.limit, len(self.memory)) or self.memory
         for rank, (need, limit) in enumerate(zip(self.memory, limits, strict=True)):
             if need <= limit:
@@ -80,12 +86,12 @@ class RunPlan:
                 raise NoRoomError(
                     f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
                     f"state alone, over pipeline.memory_limit = {limit}; use more ranks, "
-                    "parallel.zero = 1 with replicas, or a higher limit"
+                    f"{zero}or a higher limit"
                 )
             raise NoRoomError(
                 f"rank {rank} needs {need} bytes at the peak of {self.schedule}, over "
-                f"pipeline.memory_limit = {limit}; use more ranks, smaller microbatches, "
-                "train.recompute = 'auto', or a schedule that keeps fewer in flight"
+                f"pipeline.memory_limit = {limit}; use more ranks, {smaller}"
+                f"{recompute}or a schedule that keeps fewer in flight"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -271,7 +277,7 @@ def first_plan(
         if options.schedule != AUTO
         else _first_of(options, model, plan_of)
     )
-    plan.check_memory()
+    plan.check_memory(options)
     return plan
 
 

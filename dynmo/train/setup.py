@@ -172,7 +172,21 @@ def plan_run(config: Config) -> RunPlan:
 
 def warnings_of(config: Config) -> list[str]:
     """Returns what a run of this config should know before it trains, a line each."""
-    return [text for text in (_warn_of_cores(config), _warn_of_data(config)) if text is not None]
+    found = _warn_of_cores(config), _warn_of_gpus(config), _warn_of_data(config)
+    return [text for text in found if text is not None]
+
+
+def _warn_of_gpus(config: Config) -> str | None:
+    """Returns a warning if some GPUs of this machine have no rank."""
+    if config.parallel.device == "cpu" or config.model.kind == "emulated":
+        return None
+    gpus, ranks = torch.cuda.device_count(), config.ranks
+    if ranks >= gpus:
+        return None
+    return (
+        f"{gpus} GPUs here, and {ranks} rank{'s' * (ranks > 1)}: the other GPUs idle; "
+        "parallel.pipeline and parallel.replicas set the number of ranks"
+    )
 
 
 def _warn_of_data(config: Config) -> str | None:

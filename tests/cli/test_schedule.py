@@ -38,7 +38,7 @@ def test_costs_are_equal_by_default(dynmo: Run) -> None:
 )
 def test_json_fields_and_simulated_times(run: Run, name: str, span: float, ops: int) -> None:
     times = ("--tf", 3, "--tb", 4, "--tw", 2, "--tcomm", 0.5)
-    result = answer(run, *asked(name), *times, "--ops")
+    result = answer(run, *asked(name), *times)
     assert list(result) == [*FIELDS, "ops"]
     assert (result["schedule"], result["ranks"], result["microbatches"]) == (name, 4, 8)
     assert [len(row) for row in result["ops"]] == [ops] * 4
@@ -73,7 +73,13 @@ def test_rounding_never_puts_the_bound_above_the_span(run: Run, microbatches: in
 
 
 def test_json_output_is_the_only_output(run: Run) -> None:
-    assert list(answer(run, *asked(), *UNIT, "--ops", "--grid")) == [*FIELDS, "ops", "grid"]
+    assert list(answer(run, *asked(), *UNIT, "--grid")) == [*FIELDS, "ops", "grid"]
+
+
+def test_plot_is_an_svg_file(run: Run) -> None:
+    assert run(*asked("zb-v"), *UNIT, "--plot", "ops.svg").status == 0
+    assert "<svg" in Path("ops.svg").read_text()
+    assert run(*asked(), *UNIT, "--plot", "ops.txt").status == 2
 
 
 def test_text_output(run: Run) -> None:
@@ -195,8 +201,8 @@ def test_exact_improves_the_schedule_and_proves_the_bound(run: Run) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])
 def test_torch_csv_reads_back(run: Run, tmp_path: Path, name: str) -> None:
     path = tmp_path / "schedule.csv"
-    written = answer(run, *asked(name), *UNIT, "--ops", "--torch-csv", path)
-    read = answer(run, "schedule", "--from-torch-csv", path, *UNIT, "--ops")
+    written = answer(run, *asked(name), *UNIT, "--torch-csv", path)
+    read = answer(run, "schedule", "--from-torch-csv", path, *UNIT)
     assert read["schedule"] == "torch"
     same = ("ranks", "microbatches", "ops", "peak_memory", "lower_bound")
     assert [read[key] for key in same] == [written[key] for key in same]

@@ -118,8 +118,10 @@ def test_memory_limit_is_checked_to_the_byte() -> None:
     wanted = max(plan_run(parse(TINY)).memory)
     assert _limited(wanted).limit == wanted
     says = f"rank 1 needs {wanted} bytes .* pipeline.memory_limit = {wanted - 1}"
-    with pytest.raises(PartitionError, match=says):
+    with pytest.raises(PartitionError, match=f"{says}; .*train.recompute = 'auto'"):
         _limited(wanted - 1)
+    with pytest.raises(PartitionError, match=r"^[^']*$"):  # it is on already
+        _limited(1, recompute="all")
 
 
 def test_gpipe_keeps_every_microbatch() -> None:

@@ -97,5 +97,5 @@ def test_first_value_that_is_not_finite_is_named(
     for said, unchanged in pool.run(job, ranks, case=case, **options):
         assert said.startswith("step 1: loss ")
         assert CASES[case] in said
-        assert said.endswith("Lower train.lr or check the data")
+        assert said.endswith("Lower the learning rate or check the data")
         assert unchanged

@@ -67,6 +67,14 @@ def test_too_few_cores_give_a_warning() -> None:
     assert warnings_of(load(overrides=more)) == [], "sleep needs no core"
 
 
+def test_idle_gpus_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    (warning,) = warnings_of(parse({}))
+    assert warning.startswith("4 GPUs here, and 1 rank: the other GPUs idle; parallel.pipeline")
+    assert not any("GPU" in each for each in warnings_of(parse({"parallel": {"replicas": 4}})))
+    assert warnings_of(parse({"parallel": {"device": "cpu"}})) == []
+
+
 def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has not looked for a device yet. Values that the user has set stay."""
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")

@@ -113,9 +113,9 @@ class OptimizerStep:
         if finite and scaler.skips:
             return None
         scaled = f" (loss scale {scaler.scale:g})" if scaler.scale != 1 or scaler.dynamic else ""
-        what = "Lower train.lr or check the data"
+        what = "Lower the learning rate or check the data"
         if finite and scaled and not scaler.dynamic:
-            what = 'Lower train.loss_scale, or take "dynamic"'
+            what = 'Lower loss_scale, or take "dynamic"'
         said = f"loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated"
         return NotFiniteError(result.step, f"step {result.step}: {said}", what)
 
