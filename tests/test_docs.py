@@ -202,7 +202,7 @@ def test_extras_are_named_in_one_way() -> None:
     assert set(used) == packages - {"datasets", "pyarrow", "tensorboard", "wandb"}
     for path in DOCUMENTS:
         for what in re.findall(r"pip install (?:-c \S+ )?([^-\s`][^\s`]*)", path.read_text()):
-            asked = [".", *(f"'.[{extra}]'" for extra in known), *packages]
+            asked = [".", "torch", *(f"'.[{extra}]'" for extra in known), *packages]
             assert what in asked, f"{_name(path)}: {what}"
 
 
