@@ -17,6 +17,7 @@ from docs.tools.reference import keys, sections
 from dynmo.config import Config
 from dynmo.config.sections import TrainSection
 from dynmo.dynamism.options import CASES
+from dynmo.huggingface import from_pretrained
 from dynmo.models.options import LoraOptions
 
 ROOT = Path(__file__).parents[1]
@@ -28,8 +29,10 @@ OF_THE_COMMAND = {
     "train.global_batch": "data: a loop passes whole batches, and says into how many microbatches",
     "train.eval_every": "data: a loop calls evaluate when it likes",
     "train.eval_batches": "data",
+    "train.patience": "data: a loop ends when it likes",
     "parallel.pipeline": "launching: a world has its ranks",
     "checkpoint.every": "log: a loop calls save when it likes",
+    "checkpoint.keep_best": "log: a loop gives save(best=)",
     "metrics.to": "log: a loop gives dynmo.Csv, TensorBoard or WandB to listen",
     "trace.steps": "log: no trace is recorded unless asked for",
 }
@@ -57,6 +60,10 @@ def in_python(section: str, key: str) -> list[Any]:
         return ["adamw"]
     if (section, key) == ("checkpoint", "keep"):
         return [inspect.signature(dynmo.Pipeline.save).parameters["keep"].default]
+    if (section, key) == ("train", "epochs"):
+        return [_LOADER["epochs"].default]
+    if (section, key) == ("train", "loss"):
+        return [inspect.signature(from_pretrained).parameters["loss"].default]
     if (section, key) == ("train", "weight_decay"):
         given = [Config(train=TrainSection(optimizer=name)) for name in ("adamw", "sgd")]
         assert [each.optimizer for each in given] == [dynmo.AdamW(), dynmo.SGD()]

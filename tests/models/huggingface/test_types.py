@@ -13,6 +13,7 @@ import dynmo
 from docs.tools.families import PAGE
 from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.models.huggingface.shells import Shell
+from dynmo.pipeline.options import Precision
 from dynmo.pipeline.shape_costs import shape_costs
 from tests.combinations import mostly_matrix
 from tests.huggingface.test_export import weights
@@ -61,7 +62,7 @@ def types_of(pipeline: dynmo.Pipeline) -> dict[str, torch.dtype]:
     mostly_matrix(((n, p) for n in TRAINED for p in ("bfloat16", "float16")), EVERYDAY),
 )
 def test_types_and_logits_are_those_of_transformers(
-    name: str, precision: str, tmp_path: Path
+    name: str, precision: Precision, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config_of(name)).save_pretrained(tmp_path)
     model = from_pretrained(tmp_path)
