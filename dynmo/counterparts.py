@@ -75,6 +75,8 @@ assistant_only_loss completion_only_loss train_on_inputs | data.answers_only |
   Loader(answers_only=) | whether the loss counts answers and completions alone
 train_dataset dataset datasets dataset_name | data.source | Loader(source=) | a file, a folder or a
   dataset that is on this machine
+eval_dataset test_datasets val_set_size | data.held_out | Loader(held_out=) | a share of the data,
+  or a source of its own
 data_seed | seed | Loader(seed=) | one seed for weights, data and dropout
 eval_steps eval_strategy evals_per_epoch | train.eval_every | Pipeline.evaluate(inputs=) | steps
   between two evaluations

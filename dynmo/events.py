@@ -110,6 +110,18 @@ class SkippedEvent(Event):
 
 
 @dataclass(frozen=True)
+class HeldOutEvent(Event):
+    """What a run holds out, once it has read its data.
+
+    Attributes:
+        held_out: How many sequences or samples of which source.
+    """
+
+    event: ClassVar[str] = "held_out"
+    held_out: str
+
+
+@dataclass(frozen=True)
 class EvalEvent(Event):
     """An evaluation.
 
@@ -121,6 +133,7 @@ class EvalEvent(Event):
         tokens_per_s: Tokens per second. 0 if the size of a sample is unknown.
         dense_loss: Mean loss of the run without exits.
         dense_tokens_per_s: Tokens per second of the run without exits.
+        held_out: The data, as of `HeldOutEvent`. None in older logs.
     """
 
     event: ClassVar[str] = "eval"
@@ -128,6 +141,7 @@ class EvalEvent(Event):
     tokens_per_s: float | None = None
     dense_loss: float | None = None
     dense_tokens_per_s: float | None = None
+    held_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -438,6 +452,7 @@ _KINDS: dict[str, type[Event]] = {
         StepEvent,
         DataEvent,
         SkippedEvent,
+        HeldOutEvent,
         EvalEvent,
         ChangeEvent,
         TokensEvent,

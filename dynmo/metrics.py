@@ -62,7 +62,7 @@ class Csv:
             f"{kind.event}/{field.name}"
             for kind in (StepEvent, DataEvent, EvalEvent)
             for field in fields(kind)
-            if field.name not in ("step", "time")
+            if field.name not in ("step", "time", "held_out")
         ]
         self._row: dict[str, float] = {}
         self._later: dict[str, float] = {}  # of a step that has no row yet

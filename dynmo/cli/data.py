@@ -77,6 +77,7 @@ def data(options: DataCommandOptions) -> None:
     if options.as_json:
         told = {"file": None if written is None else asdict(written), **view.numbers}
         told |= {"histogram": view.histogram, "microbatches": view.microbatches}
+        told["evaluates_on"] = view.held_out
         print(json.dumps(told, allow_nan=False))
         return
     _print_text(view)
@@ -132,6 +133,7 @@ def _print_text(view: DataView) -> None:
         is_share = name in ("counted", "padding")
         text = f"{number:.1%}" if is_share else f"{number:,.0f}"
         print(f"{name.replace('_', ' '):<17}{text:>14}")
+    print(f"held out for evaluations: {view.held_out}")
     most = max(view.histogram.values(), default=0)
     for edge, count in view.histogram.items():
         print(f"up to {edge:>6,} tokens {count:>9,} {'#' * round(_BAR * count / most)}")

@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, create_model, model_serializer, model_validator
 
 from dynmo.balance.options import Balance
-from dynmo.data.options import DataOptions
+from dynmo.data.options import DataOptions, SourceName
 from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Positive, Seed, Whole, written
@@ -55,32 +55,32 @@ else:
 Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
 
+def _has_samples(source: str) -> bool:
+    return source.startswith(("jsonl:", "parquet:", "hf:", "python:"))
+
+
 class DataSection(DataOptions):
     """The text or the samples that the model is trained on."""
 
-    source: (
-        Literal["stdlib"]
-        | Annotated[
-            str,
-            written(
-                f"(file|tokens|jsonl|parquet|hf):.+|{OWN}",
-                "file:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:NAME or "
-                "python:module:function",
-            ),
-        ]
-    ) = "stdlib"
+    source: Literal["stdlib"] | SourceName = "stdlib"
     """Text: `stdlib` (sources of the running Python), `file:PATH` or `tokens:PATH`. Samples, for a
     model of kind `hf`: `jsonl:PATH`, `parquet:PATH`, `hf:NAME` or `python:module:function`."""
 
     @property
     def has_samples(self) -> bool:
-        return self.source.startswith(("jsonl:", "parquet:", "hf:", "python:"))
+        return _has_samples(self.source)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`source`, and the source of held-out data if there is one."""
+        other = self.held_out_source
+        return (self.source,) if other is None else (self.source, other)
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
         for key in DataOptions.model_fields:
             if (
-                key != "shuffle"
+                key not in ("shuffle", "held_out")
                 and not self.has_samples
                 and getattr(self, key) != type(self).model_fields[key].default
             ):
@@ -88,6 +88,12 @@ class DataSection(DataOptions):
                     f'data.{key} has no effect with data.source = "{self.source}", which has no '
                     "samples; leave it out"
                 )
+        other = self.held_out_source
+        if other is not None and _has_samples(other) != self.has_samples:
+            raise ValueError(
+                f'data.held_out = "{other}" and data.source = "{self.source}": one has samples, '
+                "and the other has text; use the same kind"
+            )
         return self
 
 

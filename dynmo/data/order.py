@@ -30,22 +30,41 @@ HELD_OUT_MOST = 1024
 Numbers = NDArray[np.int64]
 
 
-def windows_of(length: int, sequence: int) -> int:
+def windows_of(length: int, sequence: int, key: str = "data.source", fewest: int = 2) -> int:
     """Returns how many windows a corpus of `length` tokens has.
 
+    Args:
+        length: Tokens of the corpus.
+        sequence: Tokens of a window.
+        key: The option that names the corpus, for messages.
+        fewest: Windows that are needed. With two, one is held out.
+
     Raises:
-        ConfigError: There are fewer than two.
+        ConfigError: There are fewer.
     """
     # The corpus needs two tokens more than the windows: the last target, and a gap. The gap keeps
     # the last training target out of the held-out text.
     windows = (length - 2) // sequence
-    if windows < 2:
+    if windows < fewest:
+        what = " (a window to train on and one held out)" if fewest == 2 else ""
         raise ConfigError(
-            f"data.source has {length} tokens, model.sequence = {sequence} needs at least "
-            f"{2 * sequence + 2} (a window to train on and one held out); use a longer file or "
-            "a shorter sequence"
+            f"{key} has {length} tokens, model.sequence = {sequence} needs at least "
+            f"{fewest * sequence + 2}{what}; use a longer file or a shorter sequence"
         )
     return windows
+
+
+def held_out_of(windows: int, share: float | None) -> int:
+    """Returns how many windows are held out. None is a twentieth, at most 1024."""
+    if share is None:
+        return min(HELD_OUT_MOST, max(1, windows // HELD_OUT_SHARE))
+    return min(windows - 1, max(1, round(windows * share)))
+
+
+def held_out_text(source: object, count: int, unit: str) -> str:
+    """Says what evaluations read: so many windows or samples of a source."""
+    name = source if isinstance(source, str) else "the sequence"
+    return f"{count:,} {unit} of {name}"
 
 
 class Order:
@@ -57,6 +76,8 @@ class Order:
         micro_batch: Sequences in a microbatch.
         seed: Seed of the order.
         shuffle: "windows" or "batches".
+        share: Share of the windows that is held out. None is that of `held_out_of`.
+        own: Windows of a held-out source. All others train then. Their numbers are -1, -2, ..
 
     Raises:
         ConfigError: There are too few for the batches that come again.
@@ -69,11 +90,13 @@ class Order:
         micro_batch: int,
         seed: int,
         shuffle: str = "windows",
+        share: float | None = None,
+        own: int = 0,
     ) -> None:
-        assert windows > 1
+        assert windows > 1 or own
         assert global_batch % micro_batch == 0, "the config checks this"
-        self.held_out_windows = min(HELD_OUT_MOST, max(1, windows // HELD_OUT_SHARE))
-        self.windows = windows - self.held_out_windows
+        self.held_out_windows = own or held_out_of(windows, share)
+        self.windows = windows if own else windows - self.held_out_windows
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._batches = self.windows // global_batch if shuffle == "batches" else None
         if self._batches == 0:
@@ -83,7 +106,8 @@ class Order:
             )
         # The windows are spread over the held-out text. They are the same for every seed, so that
         # losses of different runs compare.
-        self._held_out = self.windows + permutation(self.held_out_windows, 0, 2**64 - 1)
+        held_out = permutation(self.held_out_windows, 0, 2**64 - 1)
+        self._held_out = -1 - held_out if own else self.windows + held_out
         # Steps come in order, so two permutations are enough. One is that of the current epoch. The
         # other is that of the first epoch, which defines the batches.
         self._permutation = lru_cache(maxsize=2)(lambda size, epoch: permutation(size, seed, epoch))
@@ -135,16 +159,18 @@ class StreamOrder:
 
     Args:
         held_out: The first numbers, which are held out.
+        own: Records of a held-out source, as of `Order`. `held_out` is 0 then.
     """
 
-    def __init__(self, held_out: int, global_batch: int, micro_batch: int) -> None:
-        self._held_out, self._global_batch, self._micro_batch = held_out, global_batch, micro_batch
+    def __init__(self, held_out: int, global_batch: int, micro_batch: int, own: int = 0) -> None:
+        self._first, self._global_batch, self._micro_batch = held_out, global_batch, micro_batch
+        self.held_out_windows, self._own = own or held_out, own
 
     def train(self, step: int) -> Numbers:
-        start = self._held_out + step * self._global_batch
+        start = self._first + step * self._global_batch
         return np.arange(start, start + self._global_batch).reshape(-1, self._micro_batch)
 
     def held_out(self, index: int) -> Numbers:
-        return (
-            np.arange(index * self._micro_batch, (index + 1) * self._micro_batch) % self._held_out
-        )
+        numbers = np.arange(index * self._micro_batch, (index + 1) * self._micro_batch)
+        numbers %= self.held_out_windows
+        return -1 - numbers if self._own else numbers

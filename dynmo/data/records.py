@@ -46,8 +46,31 @@ class Records(Protocol):
         ...
 
 
-def open_records(source: Source) -> Records:
+class WithHeldOut:
+    """Records to train on, and others to evaluate on. The latter have the numbers -1, -2, .."""
+
+    def __init__(self, records: Records, held_out: Records) -> None:
+        self._records, self.held_out = records, held_out
+
+    def __len__(self) -> int:
+        """The records to train on."""
+        return len(self._records)
+
+    def __getitem__(self, number: int) -> Record:
+        return self.held_out[-1 - number] if number < 0 else self._records[number]
+
+    def place(self, number: int) -> str:
+        if number < 0:
+            return self.held_out.place(-1 - number)
+        return self._records.place(number)
+
+
+def open_records(source: Source, key: str = "data.source") -> Records:
     """Opens "jsonl:PATH", "parquet:PATH", "hf:NAME", "python:module:function" or a sequence.
+
+    Args:
+        source: What to open.
+        key: The option that names it, for messages.
 
     Raises:
         ConfigError: The source cannot be read, or has no records.
@@ -65,9 +88,9 @@ def open_records(source: Source) -> Records:
             source, records = "the sequence", OwnRecords("the sequence", source)
     except OSError as error:
         told = error.strerror or one_line(str(error))
-        raise ConfigError(f'data.source = "{source}": cannot be read ({told})') from None
+        raise ConfigError(f'{key} = "{source}": cannot be read ({told})') from None
     if not len(records):
-        raise ConfigError(f'data.source = "{source}": there are no records in it')
+        raise ConfigError(f'{key} = "{source}": there are no records in it')
     return records
 
 

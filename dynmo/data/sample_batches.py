@@ -107,7 +107,8 @@ class SampleBatches:
         """Returns a microbatch to evaluate on."""
         samples = self._samples(self.order.held_out(index))
         if not samples:
-            every = (self.order.held_out(at)[:1] for at in range(index, index + len(self.records)))
+            most = index + self.order.held_out_windows
+            every = map(self.order.held_out, range(index, most))
             uncounted = next((found for found in map(self._uncounted, every) if found), None)
             if uncounted is None:
                 raise BrokenSampleError("all samples that are held out are broken")

@@ -64,6 +64,7 @@ class Stream:
         block: Records that are shuffled together.
         seed: Seed of the order.
         position: Where to go on.
+        held_out: The first records of a pass that are held out.
 
     Raises:
         ConfigError: The stream cannot be read, or has too few records.
@@ -76,21 +77,23 @@ class Stream:
         block: int,
         seed: int,
         position: Position | None = None,
+        held_out: int = HELD_OUT,
     ) -> None:
         self._name, self._rows, self._block, self._seed = name, rows, block, seed
-        self._passes = _Passes(name, rows, Position(0, 0, 0, None))
-        self._held_out = [self._passes.next() for _ in range(HELD_OUT)]
+        self.held_out = held_out
+        self._passes = _Passes(name, rows, Position(0, 0, 0, None), held_out)
+        self._held_out = [self._passes.next() for _ in range(self.held_out)]
         self._read: dict[int, tuple[Any, str]] = {}
-        self._first = Position(HELD_OUT, 0, HELD_OUT, None)
+        self._first = Position(self.held_out, 0, self.held_out, None)
         self._positions: tuple[Position, ...] = ()  # replaced, because another thread may read it
         self._begun, self._digests = self._first, list[str]()  # of the newest block
-        self._end = HELD_OUT  # number of the next record that is read
+        self._end = self.held_out  # number of the next record that is read
         self._order: tuple[int, Numbers] = -1, np.arange(0)
         if position is not None:
             self._go_on(position)
 
     def __len__(self) -> int:
-        """The records that are held out. The others have no end."""
+        """The first records, which are looked at. A stream has no end."""
         return HELD_OUT
 
     def __getitem__(self, number: int) -> Record:
@@ -105,22 +108,22 @@ class Stream:
 
     def position(self, number: int) -> Position:
         """Returns where a stream goes on whose next record has this number."""
-        start = number - (number - HELD_OUT) % self._block
+        start = number - (number - self.held_out) % self._block
         known = (*self._positions, self._first)
         return max((p for p in known if p.number <= start), key=lambda p: p.number)
 
     def _find(self, number: int) -> tuple[Any, str]:
-        if number < HELD_OUT:
+        if number < self.held_out:
             return self._held_out[number]
-        block, place = divmod(number - HELD_OUT, self._block)
-        start = HELD_OUT + block * self._block
+        block, place = divmod(number - self.held_out, self._block)
+        start = self.held_out + block * self._block
         if start < self._end and start not in self._read:
             self._go_on(self.position(number))
         for past in [each for each in self._read if each < start]:
             del self._read[past]
         # This is the whole block, and each record that is used reads one of the next.
         while self._end < number + self._block:
-            if (self._end - HELD_OUT) % self._block == 0:
+            if (self._end - self.held_out) % self._block == 0:
                 self._begun, self._digests = self._passes.position(self._end), []
             item = self._passes.next()
             if self._end >= start:
@@ -159,13 +162,19 @@ class Stream:
 
     def _items(self, position: Position) -> list[tuple[Any, str]] | None:
         """Returns the first items from a position on. None if they are not those that it knows."""
-        self._passes = _Passes(self._name, self._rows, position)
+        self._passes = _Passes(self._name, self._rows, position, self.held_out)
         items = [self._passes.next() for _ in position.digests]
         digests = [digest_of(item) for item, _ in items]
         return items if digests == list(position.digests) else None
 
 
-def open_stream(source: Source, block: int, seed: int, position: Position | None = None) -> Stream:
+def open_stream(
+    source: Source,
+    block: int,
+    seed: int,
+    position: Position | None = None,
+    held_out: int = HELD_OUT,
+) -> Stream:
     """Opens "hf:NAME", "python:module:function", or what a function returns for each pass.
 
     The other arguments are those of `Stream`.
@@ -179,22 +188,27 @@ def open_stream(source: Source, block: int, seed: int, position: Position | None
                 f"a stream needs a function that returns the records of a pass, not a "
                 f"{type(source).__name__}; leave out streaming for a sequence"
             )
-        return Stream("the stream", source, block, seed, position)
+        return Stream("the stream", source, block, seed, position, held_out)
     kind, _, name = source.partition(":")
     if kind == "hf":
-        return Stream(source, lambda: load_rows(name, streaming=True), block, seed, position)
+        return Stream(
+            source, lambda: load_rows(name, streaming=True), block, seed, position, held_out
+        )
     if kind != "python":
         raise ConfigError(
             f'data.source = "{source}" is read by number, a record at a time; leave out '
             "data.streaming, which is for hf: and python:"
         )
-    return Stream(source, find_own("data.source", source), block, seed, position)
+    return Stream(source, find_own("data.source", source), block, seed, position, held_out)
 
 
 class _Passes:
     """Reads items, pass after pass, without those that later passes hold out."""
 
-    def __init__(self, name: str, rows: Callable[[], Iterable[Any]], at: Position) -> None:
+    def __init__(
+        self, name: str, rows: Callable[[], Iterable[Any]], at: Position, held_out: int
+    ) -> None:
+        self._held_out = held_out
         self._name, self._function, self._over, self._item = name, rows, at.passes, at.item
         self._rows = self._make()
         if at.state is not None and hasattr(self._rows, "load_state_dict"):
@@ -229,14 +243,14 @@ class _Passes:
         """Returns an item, and where it is."""
         item = self._take()
         if item is None:
-            if self._item <= HELD_OUT:
+            if self._item <= self._held_out:
                 raise ConfigError(
                     f'data.source = "{self._name}": has {self._item} records, and a stream needs '
-                    f"more than the {HELD_OUT} that are held out; leave out data.streaming"
+                    f"more than the {self._held_out} that are held out; leave out data.streaming"
                 )
             self._over, self._item, self._rows = self._over + 1, 0, self._make()
             self._items = iter(self._rows)
-            for _ in range(HELD_OUT):
+            for _ in range(self._held_out):
                 self._take()
             return self.next()
         return item[0], f"{self._name}, item {self._item - 1} of pass {self._over + 1}"

@@ -8,7 +8,7 @@ import torch
 
 from dynmo.data.options import DataOptions
 from dynmo.data.order import Order, StreamOrder
-from dynmo.data.records import Records
+from dynmo.data.records import Records, WithHeldOut
 from dynmo.data.sample_batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
@@ -29,7 +29,7 @@ def batches_of(
     sequence: int,
     seed: int,
 ) -> SampleBatches:
-    """Returns the batches that records give.
+    """Returns the batches that records give, which may be `WithHeldOut`.
 
     Raises:
         ConfigError: There is one record only, or the first one cannot be encoded.
@@ -37,16 +37,28 @@ def batches_of(
     own = model.options
     vocab = own.vocab if own is not None and own.kind == "hf" else LARGEST
     encoder = Encoder(tokenizer, sequence, vocab, options.answers_only)
-    if len(records) < 2:
+    others = 0
+    if isinstance(records, WithHeldOut):
+        check_first(records.held_out, encoder, options.broken)
+        others = len(records.held_out)
+    elif len(records) < 2:
         raise ConfigError("data.source has one record; one to train on and one held out are needed")
     check_first(records, encoder, options.broken)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         pad = getattr(tokenizer, "eos_token_id", None) or 0
     order = (
-        StreamOrder(HELD_OUT, global_batch, micro_batch)
+        StreamOrder(0 if others else HELD_OUT, global_batch, micro_batch, others)
         if options.streaming
-        else Order(len(records), global_batch, micro_batch, seed, options.shuffle)
+        else Order(
+            len(records),
+            global_batch,
+            micro_batch,
+            seed,
+            options.shuffle,
+            options.held_out_share,
+            others,
+        )
     )
     return SampleBatches(
         records,

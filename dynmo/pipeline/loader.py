@@ -9,8 +9,15 @@ from typing import Any, Literal, cast
 from dynmo.counterparts import names_checked
 from dynmo.data.ahead import Ahead
 from dynmo.data.options import AnswersOnly, DataOptions
-from dynmo.data.order import Order
-from dynmo.data.records import BrokenSampleError, Records, Source, digest_of, open_records
+from dynmo.data.order import Order, held_out_of, held_out_text
+from dynmo.data.records import (
+    BrokenSampleError,
+    Records,
+    Source,
+    WithHeldOut,
+    digest_of,
+    open_records,
+)
 from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
 from dynmo.errors import ConfigError
@@ -46,14 +53,18 @@ class Loader:
         answers_only: Whether the loss counts what an assistant says, and completions, alone.
             "last" counts the last answer of each conversation.
         broken: "stop" raises at a broken sample. "skip" leaves it out, and counts it.
-        streaming: Whether samples are read in order. The first 128 are held out.
+        streaming: Whether samples are read in order. The first 128 are held out
+            if `held_out` names no source.
         block: Samples of a stream that are shuffled together.
+        held_out: What `held_out` reads: a share of the samples, or a source of its own. None is a
+            twentieth, at most 1024.
         epochs: Passes over the samples after which the batches end. None means without an end.
         state: What `state_dict` returned, to go on from there.
 
     Attributes:
         steps: Batches in these epochs. None without an end.
         fault: Why there is no next batch. None if there is one.
+        evaluates_on: What `held_out` reads, in words.
 
     Raises:
         ConfigError: The source cannot be read, or its first record is no sample.
@@ -83,9 +94,13 @@ class Loader:
         streaming: bool = _DEFAULT.streaming,
         block: int = _DEFAULT.block,
         epochs: float | None = None,
+        held_out: float | Source | None = _DEFAULT.held_out,
         state: Mapping[str, Any] | None = None,
     ) -> None:
+        is_option = held_out is None or isinstance(held_out, float | int | str)
+        self._own_source = None if isinstance(held_out, float | int) else held_out
         self._options = DataOptions(
+            held_out=held_out if is_option else None,
             shuffle=shuffle,
             batching=batching,
             answers_only=answers_only,
@@ -104,6 +119,7 @@ class Loader:
         self.fault: BaseException | None = None
         self._waited = 0.0
         self._records: Records | None = None
+        self._own: Records | None = None
         self._batches: SampleBatches | None = None
         self._ahead: Ahead[list[Microbatch]] | None = None
         if batching == "packed":
@@ -141,28 +157,34 @@ class Loader:
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
         self._step, position = int(state["step"]), state.get("position")
-        digest, length = None, 0
+        digest, length, others = None, 0, 0
         if pipeline.needs_data:
+            if self._own is None and self._own_source is not None:
+                self._own = open_records(self._own_source, "data.held_out")
             if options.streaming:
                 at = None if position is None else Position(*position)
-                self._records = open_stream(self._source, options.block, self._seed, at)
+                count = HELD_OUT if self._own is None else 0
+                self._records = open_stream(self._source, options.block, self._seed, at, count)
             elif self._records is None:
                 self._records = open_records(self._source)
             length, digest = len(self._records), _digest(self._records)
+            if self._own is not None:
+                others, digest = len(self._own), digest + _digest(self._own)
         agree(world, digest, "the data (data.source)")
-        length = int(maxima(world, (length,))[0])
-        if length < 2:
+        length, others = map(int, maxima(world, (length, others)))
+        if length < 2 and not others:
             name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
             raise ConfigError(
                 f"data.source = {name} has one record; one to train on and one held out are needed"
             )
         if self._epochs is not None:
-            order = Order(length, self._global_batch, 1, self._seed, options.shuffle)
+            shares = options.held_out_share, others
+            order = Order(length, self._global_batch, 1, self._seed, options.shuffle, *shares)
             self.steps = order.steps(self._epochs)
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(
-                self._records,
+                self._records if self._own is None else WithHeldOut(self._records, self._own),
                 self._tokenizer,
                 pipeline._engine.model,
                 options,
@@ -172,6 +194,9 @@ class Loader:
                 seed=self._seed,
             )
             self._ahead, self._waited = Ahead(self._make), 0.0
+        count = HELD_OUT if options.streaming else held_out_of(length, options.held_out_share)
+        source = self._own_source or self._source
+        self.evaluates_on = held_out_text(source, others or count, "samples")
 
     def _make(self, step: int) -> list[Microbatch]:
         assert self._batches is not None
@@ -223,7 +248,9 @@ class Loader:
         """Returns the position in the data, as JSON. That of rank 0 is enough for all."""
         position = None
         if isinstance(self._records, Stream):
-            position = self._records.position(HELD_OUT + self._step * self._global_batch)
+            position = self._records.position(
+                self._records.held_out + self._step * self._global_batch
+            )
         return {"step": self._step, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

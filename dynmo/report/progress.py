@@ -17,6 +17,7 @@ from dynmo.events import (
     Event,
     FaultEvent,
     GrowEvent,
+    HeldOutEvent,
     PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
@@ -109,6 +110,8 @@ class ProgressLine:
                     f"step {event.step}: post-validation {'on' if event.on else 'off'}: "
                     f"{event.reason}"
                 )
+            case HeldOutEvent():
+                self._say(f"held out for evaluations: {event.held_out}")
             case EvalEvent():
                 self._say(f"step {event.step + 1}: {evaluation_text(event)}")
             case TokensEvent():

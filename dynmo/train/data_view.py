@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from dynmo.config import Config, with_options
+from dynmo.data.batches import windows_in
 from dynmo.data.labels import IGNORED
-from dynmo.data.order import Order, windows_of
-from dynmo.data.records import BrokenSampleError
+from dynmo.data.order import Order, held_out_text
+from dynmo.data.records import BrokenSampleError, WithHeldOut
 from dynmo.data.sample_batches import padding_of
 from dynmo.data.samples import Sample
 from dynmo.errors import ConfigError
@@ -39,6 +40,7 @@ class DataView:
         texts: The first samples, or the first window: pieces of text, and whether the loss counts
             them.
         warnings: What is wrong with the data, a line each.
+        held_out: What evaluations read, in words.
     """
 
     numbers: dict[str, float]
@@ -46,6 +48,7 @@ class DataView:
     microbatches: list[tuple[int, int]]
     texts: list[list[tuple[str, bool]]]
     warnings: list[str]
+    held_out: str
 
 
 def view_of(config: Config, listen: Callable[[int, int], None]) -> DataView:
@@ -70,9 +73,10 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     looked = set(np.linspace(0, count - 1, min(count, _MOST)).astype(int).tolist())
     lengths, counted, special = list[int](), 0, 0
     broken, named = 0, list[str]()
-    for number in range(count):
-        if number % _GROUP == 0:
-            listen(number, count)
+    others = len(batches.records.held_out) if isinstance(batches.records, WithHeldOut) else 0
+    for at, number in enumerate((*range(count), *range(-others, 0))):
+        if at % _GROUP == 0:
+            listen(at, count + others)
         place = batches.records.place(number)
         try:
             record = batches.records[number]
@@ -88,7 +92,7 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
         special += batches.encoder.has_special(record)
         lengths.append(len(sample.ids))
         counted += sum(label != IGNORED for label in sample.labels[1:])
-    listen(count, count)
+    listen(count + others, count + others)
     if not lengths:
         raise ConfigError(
             f"all {len(looked)} samples that were looked at are broken; the first one: {named[0]}"
@@ -99,6 +103,8 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     padding = padding_of(first)
     numbers = {
         "records": count,
+        "held_out": batches.order.held_out_windows,
+        "tokens": round(sum(lengths) / len(looked) * count),
         "looked_at": len(looked),
         "broken": broken,
         "shortest": min(lengths),
@@ -126,6 +132,7 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
         [(len(each["input_ids"]), each["input_ids"].shape[1]) for each in first],
         shown[:_SHOWN],
         warnings,
+        held_out_text(config.data.sources[-1], batches.order.held_out_windows, "samples"),
     )
 
 
@@ -148,9 +155,12 @@ def _text(config: Config) -> DataView:
     model = model_of(config)
     options, train = model.options or config.model, config.train
     source, sequence = config.data.source, config.model.sequence
-    corpus = open_text(source, options)
+    corpora = [open_text(each, options) for each in config.data.sources]
+    windows, own = windows_in(sequence, *map(len, corpora))
+    corpus = corpora[0]
+    shares = config.data.held_out_share, own
     order = Order(
-        windows_of(len(corpus), sequence), train.global_batch, train.micro_batch, config.seed
+        windows, train.global_batch, train.micro_batch, config.seed, config.data.shuffle, *shares
     )
     numbers: dict[str, float] = {
         "tokens": len(corpus),
@@ -165,4 +175,5 @@ def _text(config: Config) -> DataView:
     else:
         text = _decoded(window.tolist(), tokenizer)
     microbatches = [(train.micro_batch, sequence)] * (train.global_batch // train.micro_batch)
-    return DataView(numbers, {}, microbatches, [[(text, True)]], [])
+    held_out = held_out_text(config.data.sources[-1], order.held_out_windows, "sequences")
+    return DataView(numbers, {}, microbatches, [[(text, True)]], [], held_out)

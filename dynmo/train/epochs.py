@@ -6,7 +6,8 @@ import logging
 import os
 
 from dynmo.config import Config, with_options
-from dynmo.data.order import Order, windows_of
+from dynmo.data.batches import windows_in
+from dynmo.data.order import Order
 from dynmo.data.records import open_records
 from dynmo.errors import ConfigError
 from dynmo.train.setup import model_of
@@ -30,11 +31,14 @@ def with_steps(config: Config) -> Config:
             "unknown with data.streaming; give train.steps"
         )
     if data.has_samples:
-        windows = len(open_records(data.source))
+        windows, *others = (len(open_records(each)) for each in data.sources)
+        own = sum(others)
     else:
         options = model_of(config).options or config.model
-        windows = windows_of(len(open_text(data.source, options)), config.model.sequence)
-    order = Order(windows, train.global_batch, train.micro_batch, config.seed, data.shuffle)
+        lengths = [len(open_text(each, options)) for each in data.sources]
+        windows, own = windows_in(config.model.sequence, *lengths)
+    batch = train.global_batch, train.micro_batch
+    order = Order(windows, *batch, config.seed, data.shuffle, data.held_out_share, own)
     steps = order.steps(train.epochs)
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dynmo import Pipeline
 from dynmo.config import Config
-from dynmo.data.batches import Batches
-from dynmo.data.order import Order, windows_of
+from dynmo.data.batches import Batches, windows_in
+from dynmo.data.corpus import Corpus
+from dynmo.data.order import Order, held_out_of, held_out_text
 from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
@@ -38,6 +39,11 @@ class Batch(NamedTuple):
     keys: list[tuple[int, ...]] | None
 
 
+def _digest(corpus: Corpus) -> bytes:
+    ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
+    return hashlib.sha256(f"{len(corpus)} ".encode() + ends).digest()
+
+
 class DataLoader:
     """Reads the data of one mesh. A reshape, or a move of an end, makes it anew.
 
@@ -51,24 +57,30 @@ class DataLoader:
         self._config, self._device, self._pipeline = config, world.device, pipeline
         train, options = config.train, model.options or config.model
         sequence = config.model.sequence
-        order = (
-            train.global_batch,
-            train.micro_batch,
-            config.seed,
-            config.data.shuffle,
-        )
+        data = config.data
+        order = (train.global_batch, train.micro_batch, config.seed, data.shuffle)
         self._batches: Batches | None = None
-        check_tokens(config.data.source, options)
-        digest, length = None, 0
+        sources = data.sources
+        for source in sources:
+            check_tokens(source, options)
+        digest, lengths = None, (0,) * len(sources)
         if pipeline.needs_data:
-            corpus = open_text(config.data.source, options)
-            length = len(corpus)
-            self._batches = Batches(corpus, sequence, *order, shifted=options.kind != "hf")
-            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
-            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
+            corpora = [open_text(source, options) for source in sources]
+            lengths = tuple(map(len, corpora))
+            self._batches = Batches(
+                corpora[0],
+                sequence,
+                *order,
+                shifted=options.kind != "hf",
+                held_out=corpora[1] if len(corpora) > 1 else data.held_out_share,
+            )
+            digest = b"".join(map(_digest, corpora))
         agree(world, digest, "the data (data.source)")
-        length = int(maxima(world, (length,))[0])
-        self._order = Order(windows_of(length, sequence), *order) if pipeline.caches else None
+        windows, own = windows_in(sequence, *map(int, maxima(world, lengths)))
+        self.evaluates_on = held_out_text(
+            sources[-1], own or held_out_of(windows, data.held_out_share), "sequences"
+        )
+        self._order = Order(windows, *order, data.held_out_share, own) if pipeline.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             freezing = config.dynamism.named["freezing"]

@@ -9,9 +9,9 @@ from typing import Any
 from dynmo import Loader, Pipeline
 from dynmo.config import Config
 from dynmo.data.options import DataOptions
-from dynmo.data.records import open_records
+from dynmo.data.records import WithHeldOut, open_records
 from dynmo.data.sample_batches import SampleBatches
-from dynmo.data.stream import open_stream
+from dynmo.data.stream import HELD_OUT, open_stream
 from dynmo.data.tokenizer import has_tokenizer, load_tokenizer
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
@@ -45,10 +45,17 @@ def loader_of(config: Config, pipeline: Pipeline, model: Model, state: Mapping[s
 def open_batches(config: Config, model: Model) -> SampleBatches:
     """Returns all batches of a run. Raises the errors that its loader would raise."""
     options, source = _options(config), config.data.source
-    return batches_of(
-        open_stream(source, options.block, config.seed)
+    other = options.held_out_source
+    count = HELD_OUT if other is None else 0
+    records = (
+        open_stream(source, options.block, config.seed, held_out=count)
         if options.streaming
-        else open_records(source),
+        else open_records(source)
+    )
+    if other is not None:
+        records = WithHeldOut(records, open_records(other, "data.held_out"))
+    return batches_of(
+        records,
         tokenizer_of(config, model),
         model,
         options,

@@ -161,11 +161,14 @@ def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = _shapes_of(config)
     options, source = model.options or config.model, config.data.source
-    check_tokens(source, options)
     if config.data.has_samples:
+        check_tokens(source, options)
         open_batches(config, model)
-    elif not source.startswith("tokens:"):
-        open_corpus(source)
+    else:
+        for each in config.data.sources:
+            check_tokens(each, options)
+            if not each.startswith("tokens:"):
+                open_corpus(each)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     return dry_run(model, config.options, own_cases(config), on_cuda)
 

@@ -52,8 +52,8 @@ def text_tokenizer(source: str, options: ModelOptions) -> Any:
     return _tokenizer_of(Path(options.path), options.vocab, options.trust_remote_code)
 
 
-# A reshape opens the same text again.
-@lru_cache(maxsize=1)
+# A reshape opens the same texts again.
+@lru_cache(maxsize=2)
 def _tokens(source: str, folder: Path, vocab: int, trust_remote_code: bool) -> Corpus:
     corpus, tokenizer = open_corpus(source), _tokenizer_of(folder, vocab, trust_remote_code)
     if tokenizer is None:

@@ -18,7 +18,7 @@ from typing import Any
 from dynmo import Loader, Pipeline, StepResult
 from dynmo.config import Config, with_options
 from dynmo.errors import InputError, RunError
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures, share_texts
 from dynmo.runtime.comm.world import World
@@ -267,6 +267,9 @@ class Trainer:
         elif self._mesh is None:  # later it follows by itself
             state = pipeline.extra.get("data", {"step": pipeline.steps})
             self._loader = loader_of(self.config, pipeline, self._model, state)
+        uses = self.config.data.has_samples or self.config.train.eval_every
+        if self._mesh is None and uses:
+            self._tell(HeldOutEvent(pipeline.steps, self._loader.evaluates_on))
         self._mesh = mesh
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:
@@ -342,7 +345,8 @@ class Trainer:
         results = evaluate(dense=False)
         if pipeline.has_dense:
             results += evaluate(dense=True)
-        self._tell(EvalEvent(pipeline.steps - 1, *results))
+        told = EvalEvent(pipeline.steps - 1, *results, held_out=loader.evaluates_on)
+        self._tell(told)
         if train.patience is not None or self.config.checkpoint.keep_best:
             # A newcomer has no account of earlier evaluations. That of rank 0 counts.
             texts = share_texts(self._world, json.dumps(asdict(self._lowest)), "the lowest loss")

@@ -52,6 +52,7 @@ def test_samples_that_are_encoded_ahead_give_the_same_batches(folder: Path, dynm
     told = json.loads(done.out)
     assert told["file"]["source"] == "parquet:rows.parquet"
     assert told["file"]["samples"] == told["records"] == RECORDS
+    assert told["file"]["tokens"] == told["tokens"]
     assert sum(told["histogram"].values()) == RECORDS
     live = load(folder / "run.toml", [])
     write(folder, source="parquet:rows.parquet", batching="grouped")
@@ -83,6 +84,7 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     done = dynmo("data", "run.toml")
     assert done.status == 0, done.err
     assert "import«return x" in done.out
+    assert "held out for evaluations: 15 samples of jsonl:rows.jsonl" in done.out
     assert "microbatches of the first step, rows x tokens: " in done.out
 
 

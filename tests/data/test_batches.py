@@ -221,3 +221,27 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
         file(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="unknown"):
         open_corpus("hf:x")
+
+
+def test_share_is_held_out():
+    assert [Order(40, 4, 2, 0, share=share).held_out_windows for share in (None, 0.25, 0.999)] == [
+        2,
+        10,
+        39,
+    ]
+    assert Order(2, 1, 1, 0, share=0.9).windows == 1
+    assert Batches(numbered(40), SEQUENCE, 4, 2, 0, held_out=0.25).windows == 30
+
+
+def test_text_of_its_own_is_held_out():
+    """All windows of the first text train. Those of the other one are evaluated, each once."""
+    batches = Batches(numbered(6), SEQUENCE, 6, 2, 0, held_out=1000 + numbered(3))
+    assert sorted(starts(batches, 1)) == list(range(6))
+    inputs, targets = batches.held_out(0)
+    more = batches.held_out(1)[0]
+    assert torch.equal(targets, inputs + 1)
+    found = torch.cat([inputs, more])[:, 0].tolist()
+    assert sorted(found[:3]) == [1001, 1005, 1009]
+    assert found[3] == found[0]
+    with pytest.raises(ConfigError, match=r"data\.held_out has 5 tokens"):
+        Batches(numbered(6), SEQUENCE, 6, 2, 0, held_out=np.arange(5))

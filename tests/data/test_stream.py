@@ -211,3 +211,14 @@ def test_stream_that_raises_is_named() -> None:
     records = Stream("own", rows, 2, 0)
     with pytest.raises(ConfigError, match="own, item 130 of pass 1: raised OSError: the network"):
         records[HELD_OUT + 2]
+
+
+def test_stream_without_held_out_records_gives_all() -> None:
+    made = Stream("own", lambda: [{"n": n} for n in range(6)], 3, 0, held_out=0)
+    assert sorted(made[at]["n"] for at in range(6)) == list(range(6))
+    position = Position(*json.loads(json.dumps(made.position(3))))
+    again = Stream("own", lambda: [{"n": n} for n in range(6)], 3, 0, position, held_out=0)
+    assert [again[at] for at in range(3, 9)] == [made[at] for at in range(3, 9)]
+    numbers = StreamOrder(0, 4, 2, own=3)
+    assert numbers.train(1).tolist() == [[4, 5], [6, 7]]
+    assert numbers.held_out(1).tolist() == [-3, -1]

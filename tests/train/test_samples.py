@@ -21,7 +21,7 @@ from dynmo.data.records import open_records
 from dynmo.data.sample_batches import Padding, padding_of
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
-from dynmo.events import DataEvent, StepEvent, read
+from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepEvent, read
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
@@ -298,6 +298,29 @@ def test_microbatch_without_a_good_sample_is_left_out(
     )
 
 
+def test_source_of_its_own_is_evaluated(pool: Pool, tiny_llama: Path, tmp_path: Path) -> None:
+    """Ranks agree, the event names it, and all records of the other source train."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(lines_of([{"text": "def f"}, {"text": "return 3"}])))
+    config = settings(tiny_llama, lines_of(texts()), data={"held_out": f"jsonl:{other}"})
+    config["train"] |= {"eval_every": 2, "eval_batches": 1}
+    parsed = parse(config)
+    batches = open_batches(parsed, model_of(parsed))
+    assert {n for step in range(3) for n in batches.order.train(step).flat} == set(range(RECORDS))
+    rows = {tuple(ids) for ids, _ in samples_of(batches.held_out(0))}
+    assert rows == {tuple(batches.encoded(n).ids) for n in (-1, -2)}
+    events = [
+        list(read(tmp_path / str(ranks) / "events.jsonl"))
+        for ranks in (1, 2)
+        if run(pool, config | {"parallel": {"pipeline": ranks}}, tmp_path / str(ranks))
+    ]
+    losses = [[e.loss for e in each if isinstance(e, EvalEvent)] for each in events]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    named = {e.held_out for e in events[0] if isinstance(e, EvalEvent | HeldOutEvent)}
+    assert named == {f"2 samples of jsonl:{other}"}
+
+
 def test_one_record_and_nothing_but_broken_ones_are_refused(tiny_llama: Path) -> None:
     config = settings(tiny_llama, lines_of(texts()[:1]))
     with pytest.raises(ConfigError, match="has one record; one to train on and one held out"):
@@ -315,6 +338,13 @@ def test_one_record_and_nothing_but_broken_ones_are_refused(tiny_llama: Path) ->
         ({"data": {"source": "jsonl:missing"}}, "cannot be read .No such file"),
         ({"data": {"source": "stdlib", "batching": "grouped"}}, "data.batching has no effect"),
         ({"data": {"streaming": True}}, "jsonl.*is read by number.*leave out data.streaming"),
+        ({"data": {"held_out": "jsonl:missing"}}, "data.held_out = .*cannot be read .No such"),
+        ({"data": {"held_out": "file:a"}}, "one has samples, and the other has text"),
+        ({"data": {"held_out": 1.0}}, "data.held_out = 1.0: must be less than 1"),
+        (
+            {"data": {"source": "hf:x", "streaming": True, "held_out": 0.5}},
+            "a stream has no end to take a share of",
+        ),
         ({"data": {"block": 3}}, "data.block has no effect without data.streaming"),
         (
             {"data": {"source": "hf:x", "streaming": True, "shuffle": "batches"}},
