@@ -10,6 +10,7 @@
     └── RunError(RuntimeError)     the run failed: exit status 1
         ├── WaitTimeout            a rank waited too long for others, which the message names
         ├── RankDied               a peer is gone
+        ├── PeerFailed             a step failed on another rank, and the ranks can go on
         └── Interrupted            a signal ended the run before its ranks stopped: exit status 130
 
 Every message is one line: what was wrong, where, and what to do.
@@ -72,6 +73,10 @@ class WaitTimeout(RunError):
 
 class RankDied(RunError):
     """A rank of the run is gone."""
+
+
+class PeerFailed(RunError):
+    """A step failed on another rank. No weight was changed, and the ranks can go on."""
 
 
 class Interrupted(RunError):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,7 @@ class Loop:
 
     Attributes:
         options: Options of the pipeline as they are now.
-        step: Number of steps that are done.
+        step: Number of steps that are done. A step whose error was raised is not.
         loss: Loss of the last step.
         listen: Called with every event.
         elastic: Changes the number of ranks. None if that is not wanted.
@@ -90,7 +89,7 @@ class Loop:
     ) -> None:
         self.options, self._engine, self.cases = options, engine, cases
         self.rebalancer, self.listen = rebalancer, listen
-        self.step, self.loss = step, loss
+        self._step, self.loss = step, loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
         # Returns what schedulers change of the optimizer's groups.
@@ -104,12 +103,21 @@ class Loop:
         self._ready: list[StepResult] = []  # results that were not returned yet
         self._begin = time.perf_counter()
         self._barrier_stays = False  # although the options ask for none
+        engine.pending.take_failed()  # a loop before this one may have left it
         self.tell_barrier()
 
     def emit(self, *events: Event | None) -> None:
         for event in events:
             if event is not None and self.listen is not None:
                 self.listen(event)
+
+    @property
+    def step(self) -> int:
+        failed = self._engine.pending.take_failed()
+        if failed is not None:
+            self._step = self._adapted = failed
+            self._started = {at: each for at, each in self._started.items() if at < failed}
+        return self._step
 
     @property
     def left(self) -> bool:
@@ -119,8 +127,8 @@ class Loop:
 
     def adapt(self) -> tuple[StepResult, ...]:
         """Changes ranks, mesh and placement, and lets the cases act, before the next step."""
+        self._engine.pending.raise_failure()
         step = self.step
-        self._engine.mend()
         if self._adapted == step:
             return ()
         results = self.drain() if self._must_drain(step) else ()
@@ -223,15 +231,15 @@ class Loop:
 
     def advance(
         self,
-        inputs: Cut,
-        targets: Cut,
+        cut: Callable[[], tuple[Cut, Cut, Tensor | float]],
         rates: Sequence[Mapping[str, Any]],
         keys: Keys | None,
         stop: bool,
-        work: Tensor | float = 0.0,
     ) -> tuple[StepResult, ...]:
-        """Trains on the microbatches of one step. `work` is their model FLOPs."""
-        engine, step = self._engine, self.step
+        """Trains on the microbatches of one step. `cut` makes them, with their model FLOPs."""
+        engine = self._engine
+        engine.pending.raise_failure()
+        step, given = self.step, None
         restart_peak(engine.store.world.device)
         if self._adapted != step:
             self._begin = time.perf_counter()
@@ -241,8 +249,12 @@ class Loop:
             len(engine.store.frozen.layers),
         )
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
-        with self._going_back():
-            records = engine.advance(
+        with engine.attempt(step if engine.pending.validates else None):
+            given = cut()
+        records = engine.pending.take_done()
+        if given is not None:
+            inputs, targets, work = given
+            records += engine.advance(
                 step,
                 inputs,
                 targets,
@@ -255,21 +267,9 @@ class Loop:
         self._started[step] = started
         started.seconds = time.perf_counter() - self._begin
         self._begin = time.perf_counter()
-        self.step += 1
+        self._step = step + 1
         self._ready += map(self._finish, records)
         return self._take()
-
-    @contextmanager
-    def _going_back(self) -> Generator[None]:
-        """Counts a step without a barrier as one with: it is not done if it raises an error."""
-        try:
-            yield
-        except Exception:
-            failed = self._engine.pending.take_failed()
-            if failed is not None:
-                self.step = self._adapted = failed
-                self._started.clear()
-            raise
 
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final."""
@@ -279,8 +279,7 @@ class Loop:
     def settle(self) -> None:
         """Waits until the last step is final. Its result is returned later."""
         start = time.perf_counter()
-        with self._going_back():
-            records = self._engine.drain()
+        records = self._engine.drain()
         if records:
             self._started[records[-1].step].seconds += time.perf_counter() - start
         self._ready += map(self._finish, records)

@@ -509,10 +509,11 @@ class Pipeline:
         before = self.adapt() if adapt else ()
         if self.left:
             return before
-        with self._engine.attempt():
-            cut_inputs, cut_targets = self._cut(inputs, targets)
-        work = self._model_flops.of(inputs)
-        results = self._loop.advance(cut_inputs, cut_targets, self._rates(), keys, stop, work)
+
+        def cut() -> tuple[Cut, Cut, Tensor | float]:
+            return *self._cut(inputs, targets), self._model_flops.of(inputs)
+
+        results = self._loop.advance(cut, self._rates(), keys, stop)
         self._optimizer.step()
         return before + results
 
@@ -633,6 +634,7 @@ class Pipeline:
         count = self.microbatches if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
+        self._loop.settle()
         with self._engine.attempt():
             cut_inputs, cut_targets = self._cut(inputs, targets, count)
         if outputs and metrics is not None:

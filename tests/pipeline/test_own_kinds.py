@@ -6,7 +6,6 @@ Each gives plain torch's number, or one error that names it.
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -436,45 +435,6 @@ def fewer(world: dynmo.World) -> str:
 def test_fewer_targets_on_another_rank_are_refused(pool: Pool) -> None:
     for text in pool.run(HERE + "fewer", 2):
         assert "passed different numbers of rows" in text
-
-
-def failing(world: dynmo.World, how: str) -> dict[str, Any]:
-    """The second of four steps fails, on all ranks or on one."""
-    broken = False
-
-    def fail(own: Any, x: Tensor) -> Tensor:
-        if broken:
-            raise ValueError("the user's own")
-        return x
-
-    pipeline = make(world, four(*2 * [lambda: Do(fail)]), microbatches=4, reduction_slots=2)
-    errors, losses = list[str](), list[float]()
-    for step in range(4):
-        broken = step == 1 and (how == "all" or (how == "one" and 2 in pipeline.modules))
-        inputs, targets = (X[:7], Y[:7]) if how == "rows" and step == 1 else (X, Y)
-        batch = (inputs, targets) if pipeline.needs_data else ()
-        try:
-            losses.append(pipeline.step(*batch).loss)
-        except Exception as error:
-            errors.append(f"{type(error).__name__} {error}")
-            broken = False
-            pipeline.evaluate(*((X, Y) if pipeline.needs_data else ()))
-    return {"errors": errors, "losses": losses, "digest": pipeline.digest()}
-
-
-@pytest.mark.parametrize(
-    ("how", "error"), [("rows", r"InputError .*\[7, 8\]"), ("all", "user's own"), ("one", "own")]
-)
-def test_step_that_fails_changes_nothing_and_the_next_trains(
-    pool: Pool, how: str, error: str
-) -> None:
-    right = plain(four(*2 * [lambda: Do(lambda own, x: x)]))
-    (alone,) = pool.run(HERE + "failing", 1, how=how)
-    assert alone["losses"] == pytest.approx(right, rel=1e-4)
-    for told in pool.run(HERE + "failing", 3, how=how):
-        assert (told["losses"], told["digest"]) == (alone["losses"], alone["digest"])
-        assert len(told["errors"]) == 1
-        assert re.search(error, told["errors"][0])
 
 
 def not_finite(world: dynmo.World, post_validation: bool) -> dict[str, Any]:

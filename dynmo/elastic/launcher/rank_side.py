@@ -16,7 +16,7 @@ from pathlib import Path
 from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.failure import Failure
 from dynmo.elastic.managers.local import STOP_SIGNALS
-from dynmo.errors import DynmoError, RankDied, WaitTimeout, place
+from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, place
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
     logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
         # If a rank has lost a peer or has waited in vain, the failure is elsewhere.
-        weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
+        lost = isinstance(error, RankDied | PeerFailed)
+        weight = 3 if lost else 2 if isinstance(error, WaitTimeout) else 0
         waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
         message = " ".join(str(error).split())
         failure = Failure(weight, error.exit_status, message, waits_for, trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 
 # FileStore and gloo give no reason codes. Only the words of their messages tell a late peer from a
@@ -12,6 +13,13 @@ LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Drops what the frames of an error hold, such as messages under way."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def reason(error: BaseException) -> str:

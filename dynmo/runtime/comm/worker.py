@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from dynmo.errors import DynmoError, RunError
+from dynmo.runtime.comm.error_text import clear_frames
 
 
 class Worker:
@@ -33,10 +34,12 @@ class Worker:
             try:
                 if self.error is None:
                     work()
-            except DynmoError as error:
-                self.error = error
             except Exception as error:
-                self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
+                clear_frames(error)
+                known = isinstance(error, DynmoError)
+                self.error = (
+                    error if known else RunError(f"{self._name}: {type(error).__name__}: {error}")
+                )
 
     def close(self) -> None:
         """Ends the thread once its work is done. After a failure it may never be."""

@@ -28,7 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import DynmoError, InputError, RankDied, WaitTimeout, place
+from dynmo.errors import (
+    DynmoError,
+    InputError,
+    PeerFailed,
+    RankDied,
+    RunError,
+    WaitTimeout,
+    place,
+)
 from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
@@ -130,6 +138,8 @@ class World:
     is_outside: bool = field(default=False, repr=False, compare=False)
     # The error of a rank that gave up, as it told it.
     _told: str | None = field(default=None, repr=False, compare=False)
+    # Why the ranks cannot go on, after an error.
+    _lost: str | None = field(default=None, repr=False, compare=False)
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
@@ -193,12 +203,12 @@ class World:
             WaitTimeout: A rank did not come in time. The message names it.
             RankDied: A rank came and is gone again.
         """
-        assert self.home is not None, "process groups of a program's own do not change"
         assert self.everyone is self, "all ranks are renewed at once"
         self._end_groups(failed=False)
         self._peers, self.is_outside, self._told = None, False, None
         self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
-        self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
+        self.store = dist.PrefixStore(f"again/{generation}", self.home or self.store)
+        self.waits = DeviceWaits()
         self._meet(join_timeout)
 
     def leave(self) -> None:
@@ -211,6 +221,12 @@ class World:
 
     def _meet(self, join_timeout: float) -> None:
         """Forms the group. All must have come within `join_timeout` seconds."""
+        if self._torch_ranks:
+            self.group = self.process_group = form_group_within(
+                self._torch_ranks, backend=backend_of(self.enqueues), timeout=self.timeout
+            )
+            self._lift_limit(self.group)
+            return
         self.group = form_default_group(
             self.store,
             self.rank,
@@ -235,13 +251,11 @@ class World:
             WaitTimeout: A rank did not call in time.
             RankDied: A rank ended meanwhile.
         """
-        on_cuda = device.type == "cuda" and not staged
-        group = form_group_within(ranks, backend=backend_of(on_cuda), timeout=timeout)
         rank = ranks.index(dist.get_rank())
         store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
-        world = cls(rank, len(ranks), device, timeout, 0, store, group, staged=staged)
-        world.process_group, world._torch_ranks = group, tuple(ranks)
-        world._lift_limit(group)
+        world = cls(rank, len(ranks), device, timeout, 0, store, staged=staged)
+        world._torch_ranks = tuple(ranks)
+        world._meet(timeout)
         return world
 
     def close(self, failed: bool = False) -> None:
@@ -349,9 +363,8 @@ class World:
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
-        """Takes note of another number of replicas. It drops earlier views."""
+        """Takes note of another number of replicas."""
         self._shape = replicas
-        self._views.clear()
 
     def with_peers(self, peers: World) -> World:
         self._peers = peers
@@ -366,6 +379,7 @@ class World:
             apart: Whether its collectives may run beside those of another view of the same ranks.
                 They then have a process group of their own.
         """
+        self._check_groups()
         everyone, most = self.everyone, self.everyone.size + apart
         subgroup, ranks = next(
             (number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks
@@ -457,6 +471,7 @@ class World:
     def send(self, tensor: Tensor, target: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor. It must not change until the work is done."""
         group = self._channel(tensor, tag, self.rank, target)
+        self._check_groups()
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
         try:
@@ -476,6 +491,7 @@ class World:
     def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         """Begins to receive into a tensor of the shape and type of what is sent."""
         group = self._channel(tensor, tag, source, self.rank)
+        self._check_groups()
         assert self.group is not None
         try:
             global_rank = self.global_rank(source)
@@ -549,6 +565,7 @@ class World:
 
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
         if self.size > 1 and tensor.numel():
+            self._check_groups()
             host = tensor.cpu() if self.staged else tensor
             try:
                 dist.all_reduce(host, operation, group=self.process_group)
@@ -567,6 +584,7 @@ class World:
         """
         if self.size == 1:
             return list(parts)
+        self._check_groups()
         own = torch.cat(list(parts))
         own = own.cpu() if self.staged else own
         out = own.new_empty(sum(sizes))
@@ -599,29 +617,59 @@ class World:
         whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
-    def give_up(self, error: Exception) -> None:
-        """Ends this rank's groups after an error of its own, before all ranks know of it.
+    def give_up(self, error: Exception, is_final: bool) -> bool:
+        """Ends this rank's groups after an error, before all ranks know of it.
 
-        Ranks that wait for this one then raise the same error. All can go on by `renew`.
+        Ranks that wait for this one then raise its error. All meet anew here, and can go on.
+
+        Args:
+            is_final: Whether the ranks cannot go on from there.
+
+        Returns:
+            Whether all ranks have met anew.
         """
         everyone = self.everyone
+        if everyone._lost is not None:
+            return False
         text = everyone._told or (
             f"{everyone.describe_rank(everyone.rank)}: "
             f"{'' if isinstance(error, DynmoError) else type(error).__name__ + ': '}"
             f"{first_line(error)}{'' if isinstance(error, DynmoError) else place(error)}"
         )
-        told = json.dumps({"input": isinstance(error, InputError), "text": text})
+        is_final = is_final or isinstance(error, WaitTimeout | RankDied)
+        kind = "final" if is_final else "input" if isinstance(error, InputError) else ""
         with contextlib.suppress(RuntimeError, TimeoutError):
+            told = json.dumps({"kind": kind, "text": text})
             call_with_limit(1.0, lambda: everyone.store.set(f"gave up/{everyone.rank}", told))
         self._end_groups(failed=True)
+        if not is_final:
+            try:
+                generation = everyone.generation + 1
+                everyone.renew(everyone.rank, everyone.size, generation, everyone.timeout)
+                return True
+            except (RunError, RuntimeError) as late:
+                text = f"{text}; {first_line(late)}"
+        everyone._lost = text
+        return False
 
-    def _raise_told(self, others: Sequence[int], error: RuntimeError) -> None:
+    def _check_groups(self) -> None:
+        if self.size > 1 and self.group is None:
+            lost = self.everyone._lost
+            raise RunError(
+                "the world of these ranks is closed"
+                if lost is None
+                else f"the ranks cannot go on after an error ({lost}); start them anew, and resume "
+                "from a checkpoint"
+            )
+
+    def _raise_told(self, others: Sequence[int], error: RuntimeError | None) -> None:
         """Raises the error of a rank that has given up, if there is one among others."""
         keys = [f"gave up/{self.global_rank(rank)}" for rank in others]
         for at in find_present(self.store, keys):
             told = json.loads(self.store.get(keys[at]))
             self.everyone._told = told["text"]
-            raise (InputError if told["input"] else RankDied)(told["text"]) from error
+            kinds = {"input": InputError, "final": RankDied}
+            raise kinds.get(told["kind"], PeerFailed)(told["text"]) from error
 
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""

@@ -11,7 +11,7 @@ What changes between steps is in `dynmo.pipeline.actions`.
 
 from __future__ import annotations
 
-import traceback
+import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import ConfigError, DynmoError, InputError, RunError
+from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.models.loss import joined
 from dynmo.models.model import Model
 from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.comm.error_text import clear_frames
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
+    Hashes,
     Inputs,
     Targets,
     check_batch,
@@ -123,8 +125,8 @@ class Engine:
         )
         # Gradients wait for `update` or `discard`.
         self._halfway = False
-        # A rank has failed in a step, and messages may be under way that nobody takes.
-        self._must_mend = False
+        # Undoes what the step that runs has written beside gradients.
+        self._undo: Callable[[], None] = _nothing
         # Batches of the steps that are not final, by step.
         self._batches: dict[int, StepBatch] = {}
         scaler = update.scaler or make_scaler(layers.dtype)
@@ -136,53 +138,52 @@ class Engine:
             validates=post_validation,
             copies=update.rollback == "exact" or not store.groups.inverts,
             explain=self._explained,
+            attempt=self.attempt,
         )
 
     # -- failures ----------------------------------------------------------------------------------
 
     @contextmanager
-    def attempt(self) -> Generator[None]:
+    def attempt(self, step: int | None = None, *, is_final: bool = False) -> Generator[None]:
         """Runs what one rank may fail at while others wait for it.
 
-        If it fails, all ranks raise its error, and go on as before the step from their next call
-        on. No weight was changed.
+        If it fails, all ranks raise its error, and go on as before the step. No weight was changed.
+
+        Args:
+            step: A step without a barrier. Its error is raised in the next call, since other ranks
+                may have ended the step.
+            is_final: Whether the ranks cannot go on after an error.
         """
-        self.mend()
+        if self.store.generation != self.store.world.everyone.generation:
+            self._renew()  # another pipeline of these ranks has failed
         try:
             yield
         except Exception as error:
-            self._halfway, self._must_mend = False, True
-            self.programs.clear()
-            if not self.pending.is_out:  # or the gradients are those of the step before
-                self.optimizer_step.drop_all_gradients()
-            if self.store.world.everyone.size > 1 and self._can_mend:
+            everyone, self._halfway = self.store.world.everyone, False
+            self._undo()
+            self._undo = _nothing
+            if everyone.size > 1:
                 # A message under way that somebody holds would keep the groups, and the others
                 # would wait.
                 self.programs.relower()
-                _clear_frames(error)
-                self.store.world.give_up(error)
-            raise
+                self.pending.drop_messages()
+                clear_frames(error)
+                gc.collect()
+                if not everyone.give_up(error, is_final or self.pending.is_halfway):
+                    raise
+                self._renew()
+            if is_final:
+                raise
+            if not self.pending.recover(step, error):
+                self.pending.raise_failure()
+                raise
 
-    @property
-    def _can_mend(self) -> bool:
-        everyone = self.store.world.everyone
-        return everyone.home is not None and self.store.experts is None
-
-    def mend(self) -> None:
-        """Has the ranks meet anew after an error on one of them."""
-        everyone = self.store.world.everyone
-        if not self._must_mend or everyone.size == 1:
-            return
-        if not self._can_mend or self.pending.is_out:
-            raise RunError(
-                "a step failed, and the ranks cannot go on from there; make the ranks anew, and "
-                "resume from a checkpoint"
-            )
+    def _renew(self) -> None:
+        """Takes note that the ranks have met anew."""
         self.programs.relower()
-        everyone.renew(everyone.rank, everyone.size, everyone.generation + 1, everyone.timeout)
         self.store.renewed()
+        self.pending.drop_messages()
         self.pending.reshaped()
-        self._must_mend = False
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -254,6 +255,7 @@ class Engine:
         """
         check_rates(lr, max_norm)
         pending = self.pending
+        pending.raise_failure()
         self._batches[step] = StepBatch(inputs, targets, keys)
         self._batches.pop(step - 2, None)
         if not pending.validates:
@@ -262,17 +264,16 @@ class Engine:
             record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
             self._batches.clear()
             return *pending.take_done(), record
-        with self.attempt():
+        has_run = False
+        with self.attempt(step):
             check_batch(self.store, inputs, targets, self.store.layout.microbatches)
-            executor = self.programs.executor()
             pending.begin()
-            is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-            scale = self.optimizer_step.scaler.scale
-            step_output = self.programs.train(
-                executor, step, inputs, targets, keys, scale, is_validated
-            )
-        step_output.work = work
-        pending.end(step, step_output, lr, max_norm, flag)
+            step_output = self._run(step, inputs, targets, keys)
+            self._undo, step_output.work = step_output.undo, work
+            pending.end(step, step_output, lr, max_norm, flag)
+            self._undo, has_run = _nothing, True
+        if has_run:  # or the error of this step is raised in the next call
+            pending.raise_failure()
         return pending.take_done()
 
     def drain(self) -> tuple[StepRecord, ...]:
@@ -283,7 +284,6 @@ class Engine:
         self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None = None
     ) -> StepOutput:
         """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
-        self.mend()
         store = self.pending.final
         if self._halfway:
             raise RunError(
@@ -292,12 +292,17 @@ class Engine:
             )
         with self.attempt():
             check_batch(store, inputs, targets, store.layout.microbatches)
-            scale = self.optimizer_step.scaler.scale
-            step_output = self.programs.train(
-                self.programs.executor(), step, inputs, targets, keys, scale
-            )
+            step_output = self._run(step, inputs, targets, keys)
+            self._undo = step_output.undo
         self._halfway = True
         return step_output
+
+    def _run(self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None) -> StepOutput:
+        # Nobody else may hold the executor when it fails (`attempt`).
+        executor, pending = self.programs.executor(), self.pending
+        is_validated = partial(pending.is_validated, executor) if pending.is_out else None
+        scale = self.optimizer_step.scaler.scale
+        return self.programs.train(executor, step, inputs, targets, keys, scale, is_validated)
 
     def update(
         self, step: int, step_output: StepOutput, *, lr: Rates, max_norm: float = 0.0, flag: int = 0
@@ -305,27 +310,32 @@ class Engine:
         """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer."""
         check_rates(lr, max_norm)
         self._halfway = False
-        try:
-            record, failed = self.optimizer_step.update(
-                step, step_output, lr, max_norm, flag, self.attempt
-            )
-        except NotFiniteError as error:
-            raise self._explained(error) from None
+        end = self.optimizer_step
+        with self.attempt():
+            record, failed, error = end.agree(step, step_output, max_norm, flag)
+        if error is not None:
+            self.discard()
+            step_output.undo()
+            raise self._explained(error)
+        self._undo = _nothing
+        with self.attempt(is_final=True):
+            record = end.make(record, failed, lr, max_norm)
         return self.pending.observed(record, failed)
 
-    def _explained(self, error: DynmoError) -> DynmoError:
+    def _explained(self, error: Exception) -> Exception:
         """Says where a value is not finite first."""
         batch = self._batches.pop(error.step, None) if isinstance(error, NotFiniteError) else None
         if batch is None or not isinstance(error, NotFiniteError):
             return error
-        scale = self.optimizer_step.scaler.scale
-        said = explained(error, self.store, self.programs, batch, scale)
+        with self.attempt():
+            scale = self.optimizer_step.scaler.scale
+            said = explained(error, self.store, self.programs, batch, scale)
         self.discard()
         return said
 
     def discard(self) -> None:
         """Drops the gradients instead of `update`, and keeps the measurements."""
-        self._halfway = False
+        self._halfway, self._undo = False, _nothing
         self.optimizer_step.discard()
 
     def evaluate(
@@ -355,14 +365,25 @@ class Engine:
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        self.mend()
         store = self.pending.final
         with self.attempt():
             check_batch(store, inputs, targets, microbatches, outputs is None)
             hashes = hashes_to_compare(self.store.world, inputs, targets)
             own = self.programs.evaluate(inputs, targets, microbatches, keys, outputs, observe)
+            losses, rows = self._shared(own, hashes, shares)
+        difference = find_difference("the evaluation", rows, self.store.world.replicas)
+        if difference is not None:
+            raise difference
+        if outputs is None and not losses[1].any():
+            raise InputError(
+                "the evaluation: no target of the whole batch is counted (all labels are -100?)"
+            )
+        return joined(losses[0].reshape(-1), losses[1].reshape(-1).tolist(), self.model.sums)
+
+    def _shared(self, own: Tensor, hashes: Hashes, shares: bool) -> tuple[Tensor, list[Any]]:
+        """Returns losses and counts of all replicas, and hashes of all ranks."""
         world, ranks = self.store.world, self.store.world.everyone.size
-        replicas = world.replicas if shares else 1
+        replicas, microbatches = world.replicas if shares else 1, own.shape[1]
         table = torch.zeros(2 * replicas * microbatches + len(hashes) * ranks, dtype=torch.float64)
         losses = table[: 2 * replicas * microbatches].view(2, replicas, microbatches)
         rows = table[losses.numel() :].view(-1, ranks)
@@ -372,14 +393,7 @@ class Engine:
             if value is not None:
                 row[world.everyone.rank] = value
         (world.everyone if shares else FirstReplica(world)).sum(table, "the evaluation to end")
-        difference = find_difference("the evaluation", rows.tolist(), world.replicas)
-        if difference is not None:
-            raise difference
-        if outputs is None and not losses[1].any():
-            raise InputError(
-                "the evaluation: no target of the whole batch is counted (all labels are -100?)"
-            )
-        return joined(losses[0].reshape(-1), losses[1].reshape(-1).tolist(), self.model.sums)
+        return losses, rows.tolist()
 
     # -- measurements ------------------------------------------------------------------------------
 
@@ -411,10 +425,8 @@ class Engine:
         return weights_digest(self.pending.final)
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _nothing() -> None:
+    pass
 
 
 def _check(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, Targets, is_ragged
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
-from dynmo.runtime.layer.buffers import Copies
+from dynmo.runtime.layer.buffers import BufferSet, Copies
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
@@ -48,6 +49,7 @@ class StepOutput:
         counts: Number of targets that the loss of each microbatch counts, on the last stage.
         work: Operations of this replica's batch, as the caller counts them, on the first stage.
         router_losses: What routers add to the losses, on the last stage of a model that has them.
+        undo: Gives buffers and generators of the layers the values from before the step.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -56,6 +58,7 @@ class StepOutput:
     counts: Sequence[float] = ()
     work: Tensor | float = 0.0
     router_losses: list[Tensor] = field(default_factory=list[Tensor])
+    undo: Callable[[], None] = lambda: None
 
 
 class Executor:
@@ -86,6 +89,7 @@ class Executor:
         # steps it holds up none.
         collecting = gc.isenabled()
         gc.disable()
+        before = self.copies()
         try:
             ragged = 0 in self.stages and is_ragged(inputs)
             self.transport.open(ragged)
@@ -93,7 +97,6 @@ class Executor:
                 stage.begin()
                 if ragged:
                     stage.expect_ragged()
-            before = [] if is_validated is None else self.copies()
             self.streams.fork()
             step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
             if step_output is None:
@@ -102,7 +105,12 @@ class Executor:
                 assert step_output is not None
             self.streams.join()
             self.transport.flush()
+            step_output.undo = partial(_restore, self._buffers, before)
             return step_output
+        except BaseException:
+            self.restore(before)
+            self.clear()
+            raise
         finally:
             if collecting:
                 gc.enable()
@@ -112,8 +120,7 @@ class Executor:
         return [buffers.copies() for buffers in self._buffers]
 
     def restore(self, copies: list[Copies]) -> None:
-        for buffers, values in zip(self._buffers, copies, strict=True):
-            buffers.restore(values)
+        _restore(self._buffers, copies)
 
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""
@@ -126,6 +133,11 @@ class Executor:
     def clear(self) -> None:
         for stage in self.stages.values():
             stage.clear()
+
+
+def _restore(buffers: Sequence[BufferSet], copies: Sequence[Copies]) -> None:
+    for each, values in zip(buffers, copies, strict=True):
+        each.restore(values)
 
 
 def _at(batch: Inputs, microbatch: int) -> Tensors:

@@ -113,6 +113,11 @@ class NormRing:
         """Finishes the sends before another ring takes its place. No verdict may be out."""
         self._finish_sends()
 
+    def drop(self) -> None:
+        """Drops messages under way, after an error."""
+        self._posted.clear()
+        self._sent.clear()
+
     def _take(self, tag: int, source: int, what: str) -> Tensor:
         table, work = self._posted.pop(tag)
         self._world.wait(work, source, what)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
+from dynmo.errors import DynmoError
 from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
@@ -38,33 +38,24 @@ class OptimizerStep:
         self._store, self.table, self._profiler = store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
 
-    def update(
-        self,
-        step: int,
-        step_output: StepOutput,
-        lr: Rates,
-        max_norm: float,
-        flag: int,
-        attempt: Callable[[], AbstractContextManager[None]],
-    ) -> tuple[StepRecord, str | None]:
-        """Applies the step that all ranks agree on. Returns the obstacle to it, too.
-
-        Args:
-            attempt: Runs what comes before the ranks agree (`Engine.attempt`).
-        """
-        with attempt():
-            self.prepare()
-            table = self.table.once(self.table.own(step_output, flag))
-            everyone = self._store.world.everyone
-            everyone.sum(table, "the step to end on every rank")
+    def agree(
+        self, step: int, step_output: StepOutput, max_norm: float, flag: int
+    ) -> tuple[StepRecord, str | None, DynmoError | None]:
+        """Has the ranks agree on a step. Returns the obstacle to it and the error, too."""
+        self.prepare()
+        table = self.table.once(self.table.own(step_output, flag))
+        self._store.world.everyone.sum(table, "the step to end on every rank")
         result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
         error = self.table.wrong_batch(step, table)
         if error is None and failed == NON_FINITE:
             error = self.error(result)
-        if error is not None:
-            self.discard()
-            raise error
+        return result, failed, error
+
+    def make(
+        self, result: StepRecord, failed: str | None, lr: Rates, max_norm: float
+    ) -> StepRecord:
+        """Makes the step that all ranks agree on, or skips it."""
         self.scaler.observe(failed != NON_FINITE)
         if failed == NON_FINITE:
             result = self.skipped(result)
@@ -73,7 +64,7 @@ class OptimizerStep:
         self.drop_gradients()
         self._store.tied.publish(self._store.frozen.layers)
         self.observe()
-        return result, failed
+        return result
 
     def prepare(self) -> None:
         """Sums the gradients of tied weights and divides the loss scale out."""

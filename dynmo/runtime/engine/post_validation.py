@@ -14,11 +14,16 @@ The step is made on what the ranks before know. It is pending until its verdict 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NamedTuple
 
-from dynmo.errors import DynmoError, RunError
+import torch
+from torch import Tensor
+
+from dynmo.errors import RunError
 from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.norm_ring import (
     CLIPPED,
@@ -30,19 +35,34 @@ from dynmo.runtime.engine.norm_ring import (
 )
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
-    """A step whose verdict is still out. `stepped`: this rank has made it."""
+    """A step whose verdict is still out.
+
+    Attributes:
+        stepped: Whether this rank has made the step.
+        ended: Whether the next rank knows of it.
+    """
 
     step: int
     step_output: StepOutput
     lr: Rates
     max_norm: float
     stepped: bool
+    ended: bool = False
+
+
+class _Failure(NamedTuple):
+    """The error of a step that has changed nothing. All ranks raise it in the same call."""
+
+    step: int
+    error: Exception
+    undo: Callable[[], None] = lambda: None
 
 
 class PostValidation:
@@ -55,16 +75,22 @@ class PostValidation:
         *,
         validates: bool,
         copies: bool,
-        explain: Callable[[DynmoError], DynmoError],
+        explain: Callable[[Exception], Exception],
+        attempt: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._store, self._end, self._explain = store, end, explain
+        self._store, self._end, self._explain, self._attempt = store, end, explain, attempt
         self._policy = BarrierPolicy() if validates else None
         self._ring = self._new_ring()
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
-        self._failure: DynmoError | None = None
+        self._failure: _Failure | None = None
         self._failed_step: int | None = None
+        # Whether weights are as before and after a step, and no copies can take it back.
+        self._is_changing = False
+        # Number of steps that this rank has ended, and its parts of the tables of the last two.
+        self._ended = 0
+        self._parts: deque[Tensor] = deque(maxlen=2)
         self._begun = 0.0  # when the program started that now runs
 
     @property
@@ -82,6 +108,11 @@ class PostValidation:
         """Whether the verdict on a step is still out."""
         return self._pending is not None
 
+    @property
+    def is_halfway(self) -> bool:
+        """Whether a step was made in part, and cannot be taken back."""
+        return self._is_changing
+
     def begin(self) -> None:
         """Prepares for the program of a step that will be left pending."""
         if self._pending is None:
@@ -90,7 +121,7 @@ class PostValidation:
 
     def is_validated(self, executor: Executor) -> bool:
         """Returns whether the next step's program may go on. Called in the middle of it."""
-        is_validated = self._is_validated()
+        is_validated = self._judge(self._ring.verdict())
         if self._failure is None:
             self._ring.expect()
         executor.scale_loss(self._end.scaler.scale)  # no B has started
@@ -102,23 +133,30 @@ class PostValidation:
         """Makes the step if ranks so far have nothing against it, and tells the next."""
         if self._failure is not None:
             self._end.discard()
-            self._raise()
+            step_output.undo()
+            return
         self._end.prepare()
-        prefix = self._ring.prefix(self._end.table.own(step_output, flag))
+        own = self._end.table.own(step_output, flag)
+        prefix = self._ring.prefix(own)
         known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
         # The norms alone decide: they are the same on all replicas, which must do alike. The
         # verdict finds a loss that is not finite.
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
+        pending = _Pending(step, step_output, lr, max_norm, stepped)
         if stepped:
             if self._copies:
                 for optimizer in self._store.optimizers.values():
                     optimizer.keep()
+            self._pending, self._is_changing = pending, not self._copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             self._end.apply(
                 known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0
             )
+            self._is_changing = False
         self._ring.pass_on(self._end.table.complete(prefix) if self._ring.completes else prefix)
-        self._pending = _Pending(step, step_output, lr, max_norm, stepped)
+        self._pending, pending.ended = pending, True
+        self._ended += 1
+        self._parts.append(own)
         self._end.observe()
 
     @property
@@ -135,9 +173,9 @@ class PostValidation:
         """Waits until the last step is final."""
         if self._pending is not None:
             self._begun = time.perf_counter()
-            self._is_validated()
-            if self._failure is not None:
-                self._raise()
+            with self._attempt():
+                self._judge(self._ring.verdict())
+        self.raise_failure()
 
     def assert_final(self) -> None:
         """Raises RunError while a step is pending, for calls on one rank alone."""
@@ -147,53 +185,104 @@ class PostValidation:
                 "first (a case: see Dynamism.acts)"
             )
 
-    def _is_validated(self) -> bool:
+    def _judge(self, table: Tensor) -> bool:
         """Acts on the verdict. Returns False if the step was not made as assumed."""
         pending = self._pending
         assert pending is not None
         end = self._end
-        table = self._ring.verdict()
         self._pending = None
         result = end.table.read(pending.step, table, pending.step_output, end.scaler.scale)
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
-        wrong = end.table.wrong_batch(pending.step, table)
-        if wrong is not None:
+        error: Exception | None = end.table.wrong_batch(pending.step, table)
+        if error is not None:
             failed = MISMATCHED
         assert self._policy is not None
         switch = self._policy.observe(failed is not None)
         if failed is not None:
-            if pending.stepped:
-                end.each(
-                    lambda _, optimizer: (
-                        optimizer.restore() if self._copies else optimizer.invert(pending.lr)
-                    )
-                )
+            self._is_changing = True
+            self._take_back(pending)
             if failed == CLIPPED:
                 end.apply(result.squared_norms, pending.lr, pending.max_norm)
+            self._is_changing = False
             if failed == NON_FINITE:
-                self._failure = end.error(result)
+                error = end.error(result)
                 result = end.skipped(result)
-            elif failed == MISMATCHED:
-                self._failure = wrong
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
-        if self._failure is not None:
-            self._failed_step = pending.step
+        if error is not None:
+            self._failure = _Failure(pending.step, error, pending.step_output.undo)
         else:
             end.scaler.observe(failed != NON_FINITE)
+            self._done.append(replace(result, switch=switch))
         for optimizer in self._store.optimizers.values():
             optimizer.forget()
         end.drop_gradients()
-        if self._failure is None:
-            self._done.append(replace(result, switch=switch))
         return failed is None
 
-    def _raise(self) -> NoReturn:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        raise self._explain(failure)
+    def _take_back(self, pending: _Pending | None) -> None:
+        """Takes back what this rank has made of a step. Peers exchange parameters, with ZeRO-1."""
+
+        def act(_: int, optimizer: LayerOptimizer) -> None:
+            if pending is None or not pending.stepped:
+                return
+            if self._copies:
+                optimizer.restore()
+            else:
+                optimizer.invert(pending.lr)
+
+        self._end.each(act)
+
+    def recover(self, step: int | None, error: Exception) -> bool:
+        """Has all ranks go on from the last step that all have ended. All of them have failed.
+
+        Args:
+            step: The step that this rank was at, without a barrier. None: it waited for the last.
+
+        Returns:
+            Whether the error is kept for the next call, so that all ranks raise it in one call.
+        """
+        if self._policy is None:
+            self._end.drop_all_gradients()
+            return False
+        everyone, pending = self._store.world.everyone, self._pending
+        ended = everyone.gather(torch.tensor(self._ended), "the steps that have ended")
+        is_ahead = self._ended > int(ended.min())
+        undone = pending if pending is not None and (is_ahead or not pending.ended) else None
+        open_ = pending is not None and undone is None
+        flags = torch.tensor([undone is not None, open_], dtype=torch.int64)
+        any_undone, any_open = everyone.largest(flags, "the steps that are to be undone").tolist()
+        if any_undone:
+            self._take_back(undone)
+        if undone is not None:
+            undone.step_output.undo()
+            for optimizer in self._store.optimizers.values():
+                optimizer.forget()
+            self._pending = None
+        if is_ahead:
+            assert undone is not None
+            self._ended, step = self._ended - 1, None
+            self._parts.pop()
+            self._failure = _Failure(undone.step, error)
+        if any_open:
+            table = self._end.table.once(self._parts[-1].clone())
+            everyone.sum(table, "the verdict on the last step")
+            if open_:
+                self._judge(table)
+        self._end.drop_all_gradients()
+        if step is None or self._failure is not None:
+            return False
+        self._failure = _Failure(step, error)
+        return True
+
+    def raise_failure(self) -> None:
+        """Raises the error of a step that has failed. The step is not done."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._failed_step = failure.step
+            failure.undo()
+            raise self._explain(failure.error)
 
     def take_failed(self) -> int | None:
-        """Returns the step whose error was raised last, once. It has changed nothing."""
+        """Returns the step whose error was raised last, once."""
         step, self._failed_step = self._failed_step, None
         return step
 
@@ -212,9 +301,13 @@ class PostValidation:
         self._ring.close()
 
     def reshaped(self) -> None:
-        """Makes a new ring, since the ranks are another mesh."""
+        """Makes a new ring, since the ranks are another mesh, or have met anew."""
         self.part()
         self._ring = self._new_ring()
+
+    def drop_messages(self) -> None:
+        """Drops messages under way, after an error."""
+        self._ring.drop()
 
     def _new_ring(self) -> NormRing:
         store = self._store
@@ -223,5 +316,7 @@ class PostValidation:
     def renewed(self) -> None:
         """Starts anew after ranks have joined that know nothing of earlier steps."""
         self.reshaped()
+        self._ended = 0
+        self._parts.clear()
         if self._policy is not None:
             self._policy = BarrierPolicy()

@@ -62,12 +62,6 @@ class Programs:
         self._training = None
         self._evaluators.clear()
 
-    def clear(self) -> None:
-        """Drops what a failed run has left in the layers."""
-        for executor in (self._training, *self._evaluators.values()):
-            if executor is not None:
-                executor.clear()
-
     def executor(self, schedule: Schedule | None = None) -> Executor:
         """Returns the executor of the training program.
 

@@ -75,6 +75,7 @@ class LayerStore:
         groups: Groups of the model's parameters, and their options.
         pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
         accumulation_groups: Number of accumulation groups of the whole mesh.
+        generation: Generation of the ranks whose process groups it uses.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LayerStore:
         is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
+        self.generation = world.generation
         self._clock = clock
         self._options = options
         self._sharing = sharing
@@ -310,6 +312,7 @@ class LayerStore:
         for index in gone:
             self._drop(index)
         self.world, self.layout = arrange(self.world.everyone, layout.replicas), layout
+        self.generation = self.world.generation
         if self.experts is not None:
             self.experts.renew(self.world)
         elif self.shares_experts:
@@ -373,7 +376,12 @@ class LayerStore:
         """Takes note that the same ranks have met anew."""
         self.replicas.close()
         self.world = arrange(self.world.everyone, self.layout.replicas)
+        self.generation = self.world.generation
         self.replicas.renew(self.world)
+        if self.experts is not None:
+            self.experts.renew(self.world)
+            for index in self.layers:
+                self.experts.connect(index, self.modules[index])
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 

@@ -1,0 +1,196 @@
+"""After an error the loop goes on as if the failed step had never been tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynmo
+from tests.pool import Pool
+
+HERE = "tests.pipeline.test_after_an_error:"
+HOWS = ("one", "all", "backward", "loss", "targets", "rows", "nan", "evaluate")
+# What fails now. The layers run in the process of the test's ranks.
+broken = ""
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return args[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if broken == "backward":
+            raise ValueError("the user's own")
+        return grad_outputs[0]
+
+
+class Block(nn.Module):
+    """Writes to a buffer before it fails."""
+
+    def __init__(self, index: int, writes: bool) -> None:
+        super().__init__()
+        self.index, self.writes, self.linear = index, writes, nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes and self.training:
+            self.count += 1
+        if broken == "all" or (broken in ("one", "evaluate") and self.index == 2):
+            raise ValueError("the user's own")
+        return x + nn.functional.dropout(self.linear(_Backward.apply(x)), 0.2, self.training)
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    if broken == "loss":
+        raise ValueError("the user's own")
+    return nn.functional.mse_loss(out, target) * (float("nan") if broken == "nan" else 1.0)
+
+
+def made(world: dynmo.World, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A pipeline, and a function that makes another over the same layers."""
+    torch.manual_seed(0)
+    layers = [Block(index, "replicas" not in options) for index in range(4)]
+
+    def make(**more: Any) -> Any:
+        model = dynmo.Sequential(layers, loss)
+        given = {"microbatches": 4, "balance": "none", **options, **more}
+        return dynmo.Pipeline(model, world, **given)
+
+    return make(), make
+
+
+def batch(pipeline: Any, number: int, rows: int = 16) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(number)
+    inputs = torch.randn(16, 8, generator=random).chunk(pipeline.shape[1])[pipeline.replica]
+    return inputs[:rows], torch.zeros_like(inputs)[:rows]
+
+
+def goes_on(
+    world: dynmo.World, options: dict[str, Any], hows: list[str], folder: str
+) -> dict[str, Any]:
+    global broken
+    pipeline, make = made(world, options)
+    losses, errors = [pipeline.step(*batch(pipeline, 0)).loss], list[str]()
+    pipeline.save(folder)
+    for number, how in enumerate(HOWS, 1):
+        if how in hows:
+            broken = how
+            inputs, targets = batch(pipeline, number, 7 if how == "rows" else 16)
+            call = pipeline.evaluate if how == "evaluate" else pipeline.step
+            try:
+                call(inputs, None if how == "targets" else targets)
+            except Exception as error:
+                errors.append(f"{how}: {type(error).__name__}")
+            broken = ""
+        match number % 4:
+            case 1:
+                pipeline.load(folder)
+            case 2:
+                losses.append(pipeline.evaluate(*batch(pipeline, 9)))
+            case 3:
+                pipeline = make(resume=folder)
+            case _:
+                pass
+        losses.append(pipeline.step(*batch(pipeline, number)).loss)
+    digests = pipeline.digest(), pipeline.buffers_digest()
+    return {"errors": errors, "told": [losses, pipeline.steps, digests]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.matrix),
+        (3, {"schedule": "zb-h1", "reduction_slots": 2}),
+        (3, {"post_validation": True}),
+        (4, {"microbatches": 2, "replicas": 2, "zero": 1}),
+    ],
+)
+def test_any_call_works_after_any_error(
+    pool: Pool, tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    def run(hows: tuple[str, ...]) -> list[Any]:
+        folder = str(tmp_path / f"{len(hows)}")
+        return pool.run(HERE + "goes_on", ranks, options=options, hows=hows, folder=folder)
+
+    right, told = run(())[0]["told"], run(HOWS)
+    for each in told:
+        assert each["told"] == right
+        assert [error.partition(":")[0] for error in each["errors"]] == list(HOWS)
+    assert len({error for each in told for error in each["errors"] if "ValueError" in error}) == 5
+
+
+def advances(world: dynmo.World, options: dict[str, Any], how: str) -> dict[str, Any]:
+    """Without a barrier. Step 2 fails, and each batch is that of `pipeline.steps`."""
+    global broken
+    pipeline, _ = made(world, {"post_validation": True, **options})
+    losses, calls, failed = dict[int, float](), list[Any](), False
+    while pipeline.steps < 4:
+        step = pipeline.steps
+        broken = "" if failed or step != 2 else how
+        try:
+            results = pipeline.advance(*batch(pipeline, step))
+            if pipeline.steps == 4:
+                results += pipeline.drain()
+            losses |= {result.step: result.loss for result in results}
+        except Exception:
+            failed = True
+        calls.append((step, pipeline.steps))
+    broken = ""
+    return {"calls": calls, "told": [losses, pipeline.digest(), pipeline.buffers_digest()]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, {"rollback": "in-place"}),
+        (4, {"microbatches": 2, "replicas": 2, "zero": 1}),
+    ],
+)
+def test_ranks_that_have_ended_a_failed_step_take_it_back(
+    pool: Pool, ranks: int, options: dict[str, Any]
+) -> None:
+    def run(how: str) -> list[Any]:
+        return pool.run(HERE + "advances", ranks, options=options, how=how)
+
+    right = run("")[0]
+    for how in ("one", "backward", "nan"):
+        told = run(how)
+        assert all(each["told"] == right["told"] for each in told)
+        # All ranks raise the error in the next call.
+        assert all(
+            each["calls"] == [[0, 1], [1, 2], [2, 3], [3, 2], [2, 3], [3, 4]] for each in told
+        )
+
+
+def ends(world: dynmo.World) -> str:
+    """The optimizer of one rank fails, so that the others have made the step."""
+    global broken
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if world.rank == 1 and broken == "optimizer":
+                raise ValueError("the user's own")
+            return super().step(closure)
+
+    pipeline, _ = made(world, {"optimizer": lambda groups: Fails(groups, lr=0.1)})
+    texts = list[str]()
+    broken = "optimizer"
+    for _ in range(3):  # rank 0 finds out in the second
+        try:
+            pipeline.step(*batch(pipeline, 0))
+        except Exception as error:
+            texts.append(str(error))
+    broken = ""
+    return texts[-1]
+
+
+def test_ranks_do_not_go_on_after_an_error_in_the_optimizer(pool: Pool) -> None:
+    for text in pool.run(HERE + "ends", 2):
+        assert text.startswith("the ranks cannot go on after an error (rank 1: ValueError: the u")
