@@ -460,6 +460,9 @@ class Pipeline:
             The loss, the gradient norm before clipping, and the work of each rank. The loss is the
             mean over all counted targets of all microbatches and replicas (`Sequential(count=)`).
 
+        After an error in a layer, the loss or the batch, all ranks raise it and can go on. Weights
+        and buffers are as before the step. After an error in the optimizer they cannot.
+
         Raises:
             InputError: The batch is missing or cannot be cut, a name is unknown or missing, no
                 target counts, or ranks of one replica pass different batches. No weight was
