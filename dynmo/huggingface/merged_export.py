@@ -49,8 +49,7 @@ class MergedExport(Export):
 
 
 def _check(model: HuggingFaceModel) -> None:
-    if model.lora is None:
-        raise ConfigError("merge: the model has no adapters; leave it out")
+    assert model.lora is not None
     if model.lora.layer_replication is not None:
         raise ConfigError(
             "merge: lora.layer_replication gives one weight several adapters; export the adapters"

@@ -97,6 +97,8 @@ def _write_layers(
 
 def export_of(model: HuggingFaceModel, merge: bool) -> type[Export | AdapterExport]:
     """Returns what writes a model: the adapters alone, if it has some and they are not merged."""
+    if merge and model.lora is None:
+        raise ConfigError("merge: the model has no adapters; leave it out")
     if merge:
         from dynmo.huggingface.merged_export import MergedExport  # needs peft
 
