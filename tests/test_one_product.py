@@ -18,6 +18,7 @@ from dynmo.config import Config
 from dynmo.config.sections import TrainSection
 from dynmo.dynamism.options import CASES
 from dynmo.huggingface import from_pretrained
+from dynmo.models.loss import causal_lm_loss
 from dynmo.models.options import LoraOptions
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,8 @@ def in_python(section: str, key: str) -> list[Any]:
     if (section, key) == ("train", "epochs"):
         return [_LOADER["epochs"].default]
     if (section, key) == ("train", "loss"):
-        return [inspect.signature(from_pretrained).parameters["loss"].default]
+        default = inspect.signature(from_pretrained).parameters["loss"].default
+        return [None if default is causal_lm_loss else default]
     if (section, key) == ("train", "weight_decay"):
         given = [Config(train=TrainSection(optimizer=name)) for name in ("adamw", "sgd")]
         assert [each.optimizer for each in given] == [dynmo.AdamW(), dynmo.SGD()]
