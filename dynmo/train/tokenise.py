@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import tomllib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,11 +119,21 @@ class _Encoded(NamedTuple):
 _batches: SampleBatches | None = None
 
 
-def _open(text: str) -> None:
+def _open(text: str, partial: Path) -> None:
     global _batches  # one for each process
+    threading.Thread(target=_end_with_parent, args=(partial,), daemon=True).start()
     logging.disable(logging.WARNING)  # the first process has said it
     config = parse(tomllib.loads(text))
     _batches = open_batches(config, model_of(config))
+
+
+def _end_with_parent(partial: Path) -> None:
+    """Ends this process once its parent is killed, which can remove no file."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    partial.unlink(missing_ok=True)
+    os._exit(1)
 
 
 def _encode(start: int, stop: int) -> _Encoded:
@@ -151,7 +162,7 @@ def _write_samples(
     schema = arrow.schema([("input_ids", numbers), ("labels", numbers)])
     written = tokens = skipped = 0
     with _whole(out) as partial, parquet.ParquetWriter(partial, schema) as file:
-        for stop, (samples, broken) in _all_encoded(config, count, workers):
+        for stop, (samples, broken) in _all_encoded(config, count, workers, partial):
             if broken and config.data.broken == "stop":
                 raise ConfigError(f'{broken[0]}; or leave such samples out (data.broken = "skip")')
             rows = {
@@ -167,13 +178,18 @@ def _write_samples(
     return Tokenised(f"parquet:{out}", written, tokens, skipped)
 
 
-def _all_encoded(config: Config, count: int, workers: int) -> Iterator[tuple[int, _Encoded]]:
+def _all_encoded(
+    config: Config, count: int, workers: int, partial: Path
+) -> Iterator[tuple[int, _Encoded]]:
     """Yields encoded ranges in order, each with its end."""
     starts = deque(range(0, count, _GROUP))
     running = deque[tuple[int, Future[_Encoded]]]()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
     with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_open, initargs=(config.to_toml(),)
+        workers,
+        mp_context=get_context("spawn"),
+        initializer=_open,
+        initargs=(config.to_toml(), partial),
     ) as pool:
         try:
             while starts or running:

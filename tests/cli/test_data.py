@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from dynmo.config import load
 from dynmo.data.token_file import TokenFile
-from dynmo.train import data_view
+from dynmo.train import data_view, tokenise
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of
 from dynmo.train.text import open_text
@@ -105,6 +106,18 @@ def test_view_names_broken_lines_and_special_tokens(
     assert "broken: rows.jsonl:171: no line of JSON" in done.err
     assert "broken: rows.jsonl:173: prompt has the type int" in done.err
     assert "1 of 19 records have special tokens in their text" in done.err
+
+
+def test_worker_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that was killed cannot remove its file."""
+    partial, ended = tmp_path / "rows.parquet.tmp", list[int]()
+    partial.touch()
+    parent = SimpleNamespace(join=lambda: None)
+    monkeypatch.setattr(tokenise, "parent_process", lambda: parent)
+    monkeypatch.setattr(tokenise.os, "_exit", ended.append)
+    tokenise._end_with_parent(partial)
+    assert ended == [1]
+    assert not partial.exists()
 
 
 @pytest.mark.matrix
