@@ -41,6 +41,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.writes and self.training:
             self.count += 1
+        if broken == "exit" and self.index == 2:
+            raise SystemExit(7)
         if broken == "all" or (broken in ("one", "evaluate") and self.index == 2):
             raise ValueError("the user's own")
         return x + nn.functional.dropout(self.linear(_Backward.apply(x)), 0.2, self.training)
@@ -124,6 +126,16 @@ def test_any_call_works_after_any_error(
         assert each["told"] == right
         assert [error.partition(":")[0] for error in each["errors"]] == list(HOWS)
     assert len({error for each in told for error in each["errors"] if "ValueError" in error}) == 5
+
+
+def test_layer_that_ends_its_process_is_named(world: dynmo.World) -> None:
+    global broken
+    pipeline, _ = made(world, {})
+    broken = "exit"
+    with pytest.raises(dynmo.DynmoError, match=r"rank 0: .* status 7 .*in F of layer 2"):
+        pipeline.step(*batch(pipeline, 0))
+    broken = ""
+    assert pipeline.step(*batch(pipeline, 0)).step == 0
 
 
 def advances(world: dynmo.World, options: dict[str, Any], how: str) -> dict[str, Any]:

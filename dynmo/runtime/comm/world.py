@@ -17,6 +17,7 @@ import contextlib
 import json
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -208,8 +209,9 @@ class World:
         self._peers, self.is_outside, self._told = None, False, None
         self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store = dist.PrefixStore(f"again/{generation}", self.home or self.store)
-        self.waits = DeviceWaits()
+        self.waits, hook = DeviceWaits(), sys.excepthook
         self._meet(join_timeout)
+        sys.excepthook = hook  # torch puts its own around it again, and would lose the line
 
     def leave(self) -> None:
         """Leaves the ranks. This process is alone until `renew`."""
@@ -631,11 +633,10 @@ class World:
         everyone = self.everyone
         if everyone._lost is not None:
             return False
-        text = everyone._told or (
-            f"{everyone.describe_rank(everyone.rank)}: "
-            f"{'' if isinstance(error, DynmoError) else type(error).__name__ + ': '}"
-            f"{first_line(error)}{'' if isinstance(error, DynmoError) else place(error)}"
-        )
+        me, text = f"{everyone.describe_rank(everyone.rank)}: ", first_line(error)
+        if not isinstance(error, DynmoError):
+            text = f"{type(error).__name__}: {text}{place(error)}"
+        text = everyone._told or me + text.removeprefix(me)
         is_final = is_final or isinstance(error, WaitTimeout | RankDied)
         kind = "final" if is_final else "input" if isinstance(error, InputError) else ""
         with contextlib.suppress(RuntimeError, TimeoutError):

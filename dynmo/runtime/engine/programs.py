@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.loss import counts_of
 from dynmo.runtime.comm.channels import Transport
@@ -190,7 +190,14 @@ class Programs:
         layers = sorted(store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
         with generators_kept(store.world.device):
-            yield
+            try:
+                yield
+            except SystemExit as error:
+                notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+                raise RunError(
+                    f"{store.world.describe_rank(store.world.rank)}: a layer or the loss ends its "
+                    f"process with status {error.code}{place(error)}{notes}"
+                ) from error
         for (index, layer), copies in zip(layers, before, strict=True):
             name = layer.buffers.first_persistent(layer.buffers.written(copies))
             if name is not None:

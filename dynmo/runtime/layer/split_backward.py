@@ -534,7 +534,7 @@ class Layer:
                 kept += [*self.module.parameters(), *self.module.buffers()]
                 mark_aliases(as_tuple(out), outputs, kept)
             return outputs
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             error.add_note(f"in F of layer {self.index}")
             raise
 
@@ -673,7 +673,7 @@ class Layer:
                     _run_graph(graph, _present(gradients))
                 if not self._measured:
                     self._writes_in_backward = bool(self.buffers.written(before))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             error.add_note(f"in B of layer {self.index}")
             raise
         finally:
