@@ -76,10 +76,10 @@ def test_json_output_is_the_only_output(run: Run) -> None:
     assert list(answer(run, *asked(), *UNIT, "--grid")) == [*FIELDS, "ops", "grid"]
 
 
-def test_plot_is_an_svg_file(run: Run) -> None:
-    assert run(*asked("zb-v"), *UNIT, "--plot", "ops.svg").status == 0
-    assert "<svg" in Path("ops.svg").read_text()
-    assert run(*asked(), *UNIT, "--plot", "ops.txt").status == 2
+def test_plot_is_an_svg_file(run: Run, tmp_path: Path) -> None:
+    assert run(*asked("zb-v"), *UNIT, "--plot", tmp_path / "ops.svg").status == 0
+    assert "<svg" in (tmp_path / "ops.svg").read_text()
+    assert run(*asked(), *UNIT, "--plot", tmp_path / "ops.txt").status == 2
 
 
 def test_text_output(run: Run) -> None:

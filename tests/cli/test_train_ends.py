@@ -115,7 +115,7 @@ def test_non_finite_loss_ends_the_run(filled: Path, rank: Run) -> None:
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert f"{CORES + 1} threads on {CORES} cores" in warning
-    assert re.search(r"step \d+: loss \S+, gradient norm (nan|inf);.* train.lr", line)
+    assert re.search(r"step \d+: loss \S+, gradient norm (nan|inf);.* learning rate", line)
     assert "Traceback" not in done.err
 
 

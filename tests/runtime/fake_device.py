@@ -68,6 +68,7 @@ class FakeWork:
 class FakeCudaWorld(World):
     """Notes what is sent and received. Headers are gloo's, as their tags tell."""
 
+    group: Any = "never asked"
     works: list[FakeWork] = field(default_factory=list[FakeWork])
 
     def send(self, tensor: Tensor, target: int, tag: int) -> dist.Work:

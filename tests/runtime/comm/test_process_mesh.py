@@ -168,7 +168,7 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
 def states(world: World, name: str) -> list[str]:
     """A state that is cut into shares and made whole again is the same."""
     here = arrange(world, world.size)
-    settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
+    settings = OptimizerSettings(name=name, momentum=0.9)  # pyright: ignore[reportArgumentType]
     alone, cut = _module(), _module()
     whole = LayerOptimizer(alone, settings)
     share = LayerOptimizer(cut, settings, share=Share(here.replica, here.replicas))
