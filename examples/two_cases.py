@@ -22,7 +22,6 @@ with dynmo.init(device="cpu") as world:
         world,
         microbatches=MICROBATCHES // replicas,
         replicas=replicas,
-        optimizer=dynmo.AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1),
         reduction_slots=2,  # with an equal number, any number of replicas gives the same bits
         zero=1,
         post_validation=True,
