@@ -27,13 +27,11 @@ pytestmark = pytest.mark.docs
 README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference" / "commands.md"
 PAGES = (README, TUTORIAL, REFERENCE)
 
-CPU = "--index-url https://download.pytorch.org/whl/cpu"
 # Commands that do not run here, and why.
 LEFT_OUT = {
     "make demo": "sets up .venv",
     "pip install -c constraints.txt .": "sets up an environment",
     "pip install -c constraints.txt '.[hf]'": "sets up an environment",
-    f"pip install -c constraints.txt torch {CPU}": "sets up an environment",
     "make test": "is this suite",
     "make results QUICK=1": "takes minutes; tests/test_remake.py has the program behind it",
     "make gpu": "needs a GPU; tests/benchmarks/test_gpu.py has its dry run",
