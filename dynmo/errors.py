@@ -95,6 +95,11 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
+def notes(error: BaseException) -> str:
+    """Returns `, in F of layer 3`, say, or an empty string."""
+    return "".join(f", {one_line(note)}" for note in getattr(error, "__notes__", ()))
+
+
 def place(error: BaseException, own: bool = False) -> str:
     """Name the user's line that an error came through.
 

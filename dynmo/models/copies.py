@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynmo.models.model import named_tensors
+
+_MOST_SHARED = 1000
 
 
 def without_memory(layer: nn.Module) -> nn.Module:
@@ -24,13 +27,34 @@ def without_memory(layer: nn.Module) -> nn.Module:
         for value in vars(part).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(layer, computed | _emptied(layer, "meta")).to("meta")
+    return _copy(layer, computed | _emptied(layer, "meta")).to("meta")
 
 
 def as_fakes(layer: nn.Module) -> nn.Module:
     """Returns a copy all of whose tensors are fake. Works in a FakeTensorMode only."""
     with _EmptyCopies():
-        return copy.deepcopy(layer, _emptied(layer, "cpu"))
+        return _copy(layer, _emptied(layer, "cpu"))
+
+
+def _copy(layer: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """Returns a deep copy that shares what cannot be copied, such as locks and modules of Python.
+
+    Args:
+        known: Copies of objects, by their id.
+    """
+    for _ in range(_MOST_SHARED):
+        try:
+            return copy.deepcopy(layer, dict(known))
+        except (TypeError, RuntimeError) as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            stack = [f.f_locals["x"] for f in frames if f.f_code is copy.deepcopy.__code__]
+            # A copy of an event would wake nobody, so it is shared with its lock.
+            whole = [x for x in stack if type(x).__module__ in ("threading", "queue")]
+            shared = (whole or stack[-1:] or [layer])[0]
+            if shared is layer or id(shared) in known:
+                raise
+            known[id(shared)] = shared.detach() if isinstance(shared, Tensor) else shared
+    raise TypeError(f"more than {_MOST_SHARED} of its attributes cannot be copied")
 
 
 def _emptied(layer: nn.Module, device: str) -> dict[int, Any]:

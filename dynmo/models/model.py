@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,6 +260,16 @@ def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _module_problems(index: int, layer: nn.Module) -> Iterator[str]:
+    by_keyword = [
+        each.name
+        for each in _arguments(layer)
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    ]
+    if by_keyword:
+        yield (
+            f"the forward of layer {index} ({type(layer).__name__}) takes {', '.join(by_keyword)} "
+            "by keyword alone; a layer gets its inputs by position, so leave out the * before it"
+        )
     for name, module in layer.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield (
@@ -271,6 +282,13 @@ def _module_problems(index: int, layer: nn.Module) -> Iterator[str]:
                 f"the embedding {name or 'itself'} of layer {index} has sparse gradients; make it "
                 "with sparse=False"
             )
+
+
+def _arguments(layer: nn.Module) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(layer.forward).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return ()
 
 
 def _tensor_problems(what: str, tensor: Tensor) -> Iterator[str]:

@@ -164,8 +164,19 @@ def _fingerprint(module: nn.Module) -> str:
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
     def build(owned: Collection[int]) -> list[nn.Module]:
         return [
-            module if index in owned else without_memory(module)
+            module if index in owned else _copied(index, module)
             for index, module in enumerate(modules)
         ]
 
     return build
+
+
+def _copied(index: int, module: nn.Module) -> nn.Module:
+    try:
+        return without_memory(module)
+    except Exception as error:
+        raise ConfigError(
+            f"layer {index} ({type(module).__name__}) cannot be copied "
+            f"({type(error).__name__}: {error}); give Sequential functions that make the layers, "
+            "such as functools.partial(Block, ...)"
+        ) from error

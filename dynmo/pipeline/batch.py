@@ -22,6 +22,8 @@ Named: TypeAlias = Mapping[str, Tensor]
 Batch: TypeAlias = Tensor | Named | Sequence[Tensor] | Sequence[Named]
 Cut: TypeAlias = Tensor | list[Any] | None
 
+_PAIR = "; for the (inputs, targets) of a DataLoader, call step(*batch)"
+
 
 @dataclass(frozen=True)
 class BatchNames:
@@ -138,9 +140,11 @@ class BatchCutter:
                 f"inputs is a list of {kinds}; give one tensor or one dictionary of tensors "
                 "for each microbatch"
             )
-        _check_number("the batch", given, count)
         if tensors:
-            return [(each,) for each in given], None
+            is_pair = len(given) == 2 and count != 2
+            _check_number("the batch", given, count, _PAIR if is_pair else "")
+            return [(_rows(f"microbatch {j}", each),) for j, each in enumerate(given)], None
+        _check_number("the batch", given, count)
         names = BatchNames.of(self._model, self._first)
         pairs = [names.split(cast(Named, each), f"microbatch {j}") for j, each in enumerate(given)]
         inputs, wanted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -231,12 +235,13 @@ def _cut(name: str, batch: object, count: int) -> Tensor:
     if isinstance(batch, tuple):
         raise InputError(
             f"{name} is a tuple; give a dictionary of tensors by name, or a list of microbatches"
+            f"{_PAIR if len(batch) == 2 else ''}"
         )
     tensor = _tensor(name, batch)
     if not tensor.dim() or len(tensor) % count or not len(tensor):
         raise InputError(
             f"{name} is a tensor of shape {list(tensor.shape)}; give a tensor whose first "
-            f"dimension is a multiple of {count} microbatches"
+            f"dimension is a positive multiple of {count} microbatches"
         )
     return tensor.unflatten(0, (count, len(tensor) // count))
 
@@ -244,13 +249,27 @@ def _cut(name: str, batch: object, count: int) -> Tensor:
 def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise InputError(f"{name} is a {type(value).__name__}; give a tensor")
+    if value.layout != torch.strided or value.is_nested:
+        raise InputError(
+            f"{name} is nested; pad the rows, or give a list of microbatches"
+            if value.is_nested
+            else f"{name} is a tensor of {value.layout}; give a dense one, as to_dense() makes it"
+        )
     return value
 
 
-def _check_number(name: str, given: Sequence[object], count: int) -> None:
+def _rows(name: str, value: object) -> Tensor:
+    tensor = _tensor(name, value)
+    if tensor.dim() and not len(tensor):
+        raise InputError(f"{name} has no rows; give each microbatch at least one")
+    return tensor
+
+
+def _check_number(name: str, given: Sequence[object], count: int, more: str = "") -> None:
     if len(given) != count:
         raise InputError(
             f"{name} has {len(given)} microbatches, where {count} are expected (`microbatches`)"
+            f"{more}"
         )
 
 

@@ -91,11 +91,10 @@ def shape_costs(
             tensor.
         ConfigError: The user's own model raises an error that has nothing to do with that.
     """
-    if options.micro_batch is None or model.options is None:
-        raise ActivationsUnknown(
-            "the shape of a microbatch is unknown; give micro_batch, and a model of "
-            "dynmo.load_model"
-        )
+    if model.options is None:
+        raise ActivationsUnknown("layers of one's own have no shapes before the first step")
+    if options.micro_batch is None:
+        raise ActivationsUnknown("the shape of a microbatch is unknown; give micro_batch")
     # A layer's error is reported in one line. Torch would print a traceback first.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     groups = _groups(options, model)

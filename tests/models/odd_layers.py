@@ -244,6 +244,23 @@ def sparse() -> list[nn.Module]:
     return between(Sparse(8, 8))
 
 
+def empty() -> list[nn.Module]:
+    class Empty(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return ()
+
+    return between(Empty(8, 8))
+
+
+class Keyed(Lined):
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.linear(x) * scale
+
+
+def keyed() -> list[nn.Module]:
+    return between(Keyed())
+
+
 def scripted() -> list[nn.Module]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -128,6 +128,28 @@ def test_any_call_works_after_any_error(
     assert len({error for each in told for error in each["errors"] if "ValueError" in error}) == 5
 
 
+def notes_of(world: dynmo.World, how: str) -> str:
+    """What the ranks are told of an error."""
+    global broken
+    pipeline, _ = made(world, {})
+    broken = how
+    try:
+        pipeline.step(*batch(pipeline, 0))
+    except Exception as error:
+        return f"{error}, {', '.join(getattr(error, '__notes__', ()))}"
+    finally:
+        broken = ""
+    return ""
+
+
+@pytest.mark.parametrize(("how", "where"), [("one", "in F of layer 2"), ("loss", "in the loss")])
+def test_every_rank_is_told_where_it_was(pool: Pool, how: str, where: str) -> None:
+    mine, told = sorted(pool.run(HERE + "notes_of", 2, how=how), key=len)
+    assert mine == f"the user's own, {where}"
+    assert told.startswith("rank 1: ValueError: the user's own (test_after_an_error.py:")
+    assert where in told
+
+
 def test_layer_that_ends_its_process_is_named(world: dynmo.World) -> None:
     global broken
     pipeline, _ = made(world, {})

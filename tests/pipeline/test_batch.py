@@ -68,11 +68,23 @@ def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
             "different numbers of rows: 12, 12",
         ),
         (lambda batch: {k: v[:10] for k, v in batch.items()}, "multiple of 4 microbatches"),
+        (lambda batch: {k: v[:0] for k, v in batch.items()}, "a positive multiple of 4 micro"),
+        (lambda batch: batch | {"labels": batch["labels"].to_sparse()}, "torch.sparse_coo; give"),
+        (
+            lambda batch: torch.nested.nested_tensor([batch["labels"]], layout=torch.jagged),
+            "inputs is nested; pad the rows",
+        ),
+        (lambda batch: [batch["input_ids"][:k] for k in (3, 3, 3, 0)], "microbatch 3 has no rows"),
+        (lambda batch: [batch["input_ids"], batch["labels"]], r"DataLoader, call step\(\*batch\)"),
+        (
+            lambda batch: [batch["input_ids"]] * 4,
+            r"targets is None, .* step\(\*batch\) for the pair",
+        ),
         (lambda batch: [batch] * 3, "3 microbatches, where 4 are expected"),
         (lambda batch: [batch, 1, batch, batch], "list of dict, int"),
         (lambda batch: [batch] * 3 + [without("labels")(batch)], "have targets that others lack"),
         (lambda batch: (batch["input_ids"], batch["labels"]), "is a tuple; give a dictionary"),
-        (without("labels"), "targets is None"),
+        (without("labels"), "targets is None, but .* or in a dictionary as labels"),
     ],
 )
 def test_wrong_batches_are_refused_before_the_step(

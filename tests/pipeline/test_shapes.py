@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import dynmo
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError
 from dynmo.pipeline.placing import first_partition
@@ -170,3 +172,10 @@ def test_memory_decides_the_first_shape() -> None:
 def test_options_that_auto_does_not_allow(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         plan_run(parse(GPT | sections))
+
+
+def test_layers_of_ones_own_are_not_asked_for_what_was_given(world: dynmo.World) -> None:
+    model = dynmo.Sequential([nn.Linear(8, 8), nn.Linear(8, 8)])
+    options: dict[str, Any] = {"recompute": "auto", "memory_limit": "1GiB", "micro_batch": 4}
+    with pytest.raises(ConfigError, match=r"'all' or a list of layers: layers of one's own have"):
+        dynmo.Pipeline(model, world, microbatches=2, **options)

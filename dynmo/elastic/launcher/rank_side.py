@@ -16,7 +16,7 @@ from pathlib import Path
 from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.failure import Failure
 from dynmo.elastic.managers.local import STOP_SIGNALS
-from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, place
+from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +118,6 @@ def describe(error: BaseException, rank: int | None) -> str:
 
     The rank is None if the process is not a rank yet.
     """
-    notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     who = "the process that joins" if rank is None else f"rank {rank}"
-    return f"{who}: {what}{place(error, own=True)}{notes}"
+    return f"{who}: {what}{place(error, own=True)}{notes(error)}"

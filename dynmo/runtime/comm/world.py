@@ -36,6 +36,7 @@ from dynmo.errors import (
     RankDied,
     RunError,
     WaitTimeout,
+    notes,
     place,
 )
 from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
@@ -635,7 +636,7 @@ class World:
             return False
         me, text = f"{everyone.describe_rank(everyone.rank)}: ", first_line(error)
         if not isinstance(error, DynmoError):
-            text = f"{type(error).__name__}: {text}{place(error)}"
+            text = f"{type(error).__name__}: {text}{place(error)}{notes(error)}"
         text = everyone._told or me + text.removeprefix(me)
         is_final = is_final or isinstance(error, WaitTimeout | RankDied)
         kind = "final" if is_final else "input" if isinstance(error, InputError) else ""

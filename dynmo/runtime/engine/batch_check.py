@@ -134,9 +134,14 @@ def check_batch(
     ):
         if batch is None:
             if stage in stages and (needs_targets or name == "inputs"):
+                advice = (
+                    "pass them as the second argument, which is step(*batch) for the pair of a "
+                    f"DataLoader, or in a dictionary as {', '.join(store.model.targets)}"
+                    if name == "targets"
+                    else "pass the batch"
+                )
                 raise InputError(
-                    f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a "
-                    "tensor [microbatches, ...]"
+                    f"{name} is None, but rank {world.rank} holds the {holder} stage; {advice}"
                 )
             continue
         if not isinstance(batch, Tensor | list):

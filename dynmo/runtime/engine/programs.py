@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynmo.errors import ConfigError, RunError, place
+from dynmo.errors import ConfigError, RunError, notes, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.loss import counts_of
 from dynmo.runtime.comm.channels import Transport
@@ -193,10 +193,9 @@ class Programs:
             try:
                 yield
             except SystemExit as error:
-                notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
                 raise RunError(
                     f"{store.world.describe_rank(store.world.rank)}: a layer or the loss ends its "
-                    f"process with status {error.code}{place(error)}{notes}"
+                    f"process with status {error.code}{place(error)}{notes(error)}"
                 ) from error
         for (index, layer), copies in zip(layers, before, strict=True):
             name = layer.buffers.first_persistent(layer.buffers.written(copies))

@@ -524,10 +524,13 @@ class Layer:
         Args:
             originals: What the inputs are copies of.
         """
+        where = within = f"in F of layer {self.index}"
         try:
             out = self._run(*inputs) if self._reads is None else self._reads.run(self._run, *inputs)
             if finish is not None:
+                where = "in the loss"
                 out = finish(out) if self._loss_reads is None else self._loss_reads.run(finish, out)
+                where = within
             outputs = self._handed_on(out)
             if originals is not None and finish is None and self._others is not None:
                 kept = [x for x, given in zip(inputs, originals, strict=True) if is_alias(given)]
@@ -535,7 +538,7 @@ class Layer:
                 mark_aliases(as_tuple(out), outputs, kept)
             return outputs
         except (Exception, SystemExit) as error:
-            error.add_note(f"in F of layer {self.index}")
+            error.add_note(where)
             raise
 
     def _handed_on(self, out: object) -> Tensors:
@@ -547,6 +550,8 @@ class Layer:
                 f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let "
                 "it stack them"
             )
+        if not outputs:
+            raise ConfigError(f"{what} an empty {type(out).__name__}; a layer hands on a tensor")
         for y in outputs:
             if not isinstance(y, Tensor):
                 among = "" if y is out else f" among its {len(outputs)} outputs"
