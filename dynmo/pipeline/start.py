@@ -23,7 +23,7 @@ from dynmo.pipeline.options import Backend, WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
-from dynmo.runtime.comm.store import open_store, rendezvous_record
+from dynmo.runtime.comm.store import open_next_store, rendezvous_record
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ def init(
 
     Without a launcher the world has one rank.
 
-    Use it as a context manager, or call `close` at the end. A program that has called
+    Use it as a context manager, or call `close` at the end. The same processes may then call `init`
+    again, all of them equally often. A program that has called
     `torch.distributed.init_process_group` keeps its process groups: dynmo makes groups of its own
     and closes only these.
 
@@ -138,7 +139,7 @@ def init(
     if ranks is not None:
         world = comm.World.adopt(ranks, device=device, timeout=timeout, staged=options.staged)
     else:
-        store = open_store(place, timeout)
+        store = open_next_store(place, timeout)
         world = comm.World.join(
             store, place.rank, place.size, device=device, timeout=timeout, staged=options.staged
         )

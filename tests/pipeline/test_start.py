@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch.distributed as dist
 
 from dynmo.errors import ConfigError
 from dynmo.pipeline.start import init
+from dynmo.runtime.comm.store import open_rendezvous, read_rendezvous
+from dynmo.runtime.comm.world import World
+from tests.cli.runs import free_port
+from tests.jobs import launched
 from tests.pool import Pool
 from tests.processes import run_script
 
@@ -54,6 +59,29 @@ def test_ranks_with_different_threads_are_refused(pool: Pool) -> None:
     for refused, threads, left in pool.run("tests.pipeline.jobs:threaded", 3):
         assert refused.startswith("threads = 1 on rank 0, 2 on rank 1, 3 on rank 2; ")
         assert (threads, left) == (2, 0)
+
+
+def worlds(world: World, port: str, folder: str) -> list[Any]:
+    """Several worlds of the same processes, one of which fails. Newcomers find each of them."""
+    told, file = list[Any](), Path(folder, "rendezvous")
+    with launched(world, world.size, port):
+        for number in range(3):
+            with contextlib.suppress(KeyError), init(device="cpu", rendezvous=file) as own:
+                assert isinstance(own, World)
+                told.append(int(own.sum(torch.tensor(own.rank + number), "a number")))
+                if own.rank == 0:
+                    found = open_rendezvous(read_rendezvous(file), 5.0)
+                    told.append(found.check(["gen/0/here/1"]))
+                if number == 1 and own.rank == 1:
+                    raise KeyError
+    return told
+
+
+def test_same_processes_form_further_worlds(pool: Pool, tmp_path: Path) -> None:
+    job = "tests.pipeline.test_start:worlds"
+    first, second = pool.run(job, 2, port=free_port(), folder=str(tmp_path))
+    assert first == [1, True, 3, True, 5, True]
+    assert second == [1, 3, 5]
 
 
 @pytest.mark.matrix

@@ -33,6 +33,8 @@ _MOST = 1 << 16
 LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
 _LENGTH = 4
+# The launcher's store by its place, and the number of worlds that this process has met in before.
+_opened: dict[Rendezvous, tuple[dist.Store, int]] = {}
 
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
@@ -72,6 +74,26 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
     return dist.PrefixStore(_attempt(), store)
 
 
+def open_next_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+    """Opens a store like `open_store`, for a further world of the same processes.
+
+    The launcher's own store stays open, since rank 0 may serve it.
+    """
+    if rendezvous == ALONE:
+        return open_store(rendezvous, timeout)
+    if rendezvous not in _opened:
+        _opened[rendezvous] = open_store(rendezvous, timeout), 0
+        return _opened[rendezvous][0]
+    store, number = _opened[rendezvous]
+    _opened[rendezvous] = store, number + 1
+    store.set_timeout(timedelta(seconds=timeout))
+    return dist.PrefixStore(_world(number + 1), store)
+
+
+def _world(number: int) -> str:
+    return f"world/{number}"
+
+
 def _attempt() -> str:
     return f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -82,14 +104,21 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
     Raises:
         RunError: No other process can reach the store.
     """
+    number = _opened[rendezvous][1] if rendezvous in _opened else 0
+    prefixes = [_world(number)] if number else []
+    where: dict[str, Any]
     if rendezvous.folder is not None:
-        return {"folder": rendezvous.folder}
-    if rendezvous.file is not None:
-        return read_rendezvous(Path(rendezvous.file))
-    if rendezvous.address is not None:
+        where = {"folder": rendezvous.folder}
+    elif rendezvous.file is not None:
+        where = read_rendezvous(Path(rendezvous.file))
+    elif rendezvous.address is not None:
         where = {"address": rendezvous.address, "port": rendezvous.port}
-        return {**where, "prefix": _attempt()}
-    raise RunError("this run has one rank that no launcher started: no other process can join it")
+        prefixes = [_attempt(), *prefixes]
+    else:
+        raise RunError(
+            "this run has one rank that no launcher started: no other process can join it"
+        )
+    return where | ({"prefix": "/".join(prefixes)} if prefixes else {})
 
 
 def read_rendezvous(path: Path) -> dict[str, Any]:
@@ -140,7 +169,7 @@ def _is_rendezvous_record(record: object) -> bool:
     texts = [value for key, value in values.items() if key != "port"]
     if not all(isinstance(text, str) and text and text.isprintable() for text in texts):
         return False
-    if values.keys() == {"folder"}:
+    if values.keys() - {"prefix"} == {"folder"}:
         return Path(values["folder"]).is_absolute()
     port = values.get("port")
     return (
@@ -156,6 +185,11 @@ def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
     Raises:
         RunError: The run has ended, or cannot be reached.
     """
+    store = _open_record(record, timeout)
+    return dist.PrefixStore(record["prefix"], store) if "prefix" in record else store
+
+
+def _open_record(record: Mapping[str, Any], timeout: float) -> dist.Store:
     if "folder" in record:
         _stay_on_loopback("localhost")  # as the ranks do
         return _open_file(Path(record["folder"]), timeout)
@@ -173,7 +207,7 @@ def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(f"the run at {where} cannot be reached: {first_line(error)}") from None
     _stay_on_loopback(record["address"])
-    return dist.PrefixStore(record["prefix"], store) if "prefix" in record else store
+    return store
 
 
 def _open_file(folder: Path, timeout: float) -> dist.Store:
