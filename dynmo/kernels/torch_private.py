@@ -6,7 +6,8 @@ To admit a new version of torch, raise `BELOW` once all tests pass with that ver
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _FunctionBase as FunctionBase
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +85,31 @@ def in_functorch() -> bool:
 def saved_tensors_hooks_in_force() -> Any:
     """Return the innermost hooks on tensors that autograd saves. None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def saved_tensors_shown(show: Callable[[Tensor], None]) -> Generator[None]:
+    """Show each tensor that autograd saves, except within torch.func.
+
+    Transforms of torch.func (grad, vjp) switch hooks off, and refuse to do so under hooks.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        show(tensor)
+        return tensor
+
+    def switch_off(message: str) -> None:
+        refuses = saved_tensors_hooks_in_force()[0] is not pack
+        disable(message, refuses)
+
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    disable = autograd._saved_tensors_hooks_disable
+    autograd._saved_tensors_hooks_disable = switch_off
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        autograd._saved_tensors_hooks_disable = disable
 
 
 def abort_communicators() -> None:

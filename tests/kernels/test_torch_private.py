@@ -34,6 +34,21 @@ def test_package_metadata_has_the_same_torch_limit() -> None:
     assert "torch>=2.10,<" + ".".join(map(str, torch_private.BELOW)) in needed
 
 
+def test_torch_func_runs_while_saved_tensors_are_shown() -> None:
+    shown = list[torch.Tensor]()
+    x = torch.ones(3, requires_grad=True)
+    slope = torch.func.grad(lambda y: torch.func.grad(lambda z: z.pow(3).sum())(y).sum())
+    with torch_private.saved_tensors_shown(shown.append):
+        assert slope(x).tolist() == [6.0, 6.0, 6.0]
+        assert not shown
+        _ = x * x
+        assert len(shown) == 2
+        with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor"):
+            slope(x)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor"):
+        slope(x)
+
+
 def test_no_other_module_uses_private_torch_names() -> None:
     own = Path(torch_private.__file__)
     wrong = [

@@ -32,14 +32,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, splits, used_leaves
-from dynmo.kernels.torch_private import FunctionBase, reshape_unsafe, run_backward
+from dynmo.kernels.torch_private import (
+    FunctionBase,
+    reshape_unsafe,
+    run_backward,
+    saved_tensors_shown,
+)
 from dynmo.models.extra_state import extra_state_of, set_extra_state
 from dynmo.models.reach import generators_of, modules_of
 from dynmo.runtime.comm.clock import Clock
@@ -301,7 +306,8 @@ class Layer:
             )
         else:
             with torch.no_grad():
-                outputs = self._call(inputs, finish, False)
+                # A layer may hand its weight on.
+                outputs = tuple(_requiring(y, False) for y in self._call(inputs, finish, False))
                 outputs = self._like_first(microbatch, inputs, outputs, graph)
             if not self.output_bytes:
                 self.output_bytes = _bytes(outputs)
@@ -598,12 +604,11 @@ class Layer:
         own = {storage_of(p) for p in (*self.module.parameters(), *self.module.buffers())}
         kept: list[Tensor] = []
 
-        def pack(tensor: Tensor) -> Tensor:
+        def show(tensor: Tensor) -> None:
             if storage_of(tensor) not in own:
                 kept.append(tensor)
-            return tensor
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_shown(show):
             outputs = self._call(inputs, finish, True)
         self._look_at_graph(outputs, ends=finish is not None)
         kept_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
