@@ -205,7 +205,7 @@ class _Writer:
             return _class_name(type(value))
         if isinstance(value, enum.Enum):
             return f"{_class_name(type(value))}.{value.name}"
-        if isinstance(value, Tensor) and id(value) in self._own:
+        if isinstance(value, nn.Parameter) or id(value) in self._own:
             return _form(value)
         if isinstance(value, Tensor | np.ndarray):
             return _array_text(value)

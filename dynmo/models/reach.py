@@ -22,18 +22,21 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {
     "_backward_hooks",
     "_backward_pre_hooks",
 }
+# torch keeps the parameters of an RNN here, and follows their change.
+_OF_TORCH |= {"_flat_weights"}
 # Their code keeps nothing of a user's model.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "dynmo", "numpy", "builtins", "functools"})
 # Limits of the search: depth, objects, and elements of a container.
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 1000
 
 
-def reachable(root: object) -> Iterator[tuple[str, object]]:
+def reachable(root: object, own: bool = False) -> Iterator[tuple[str, object]]:
     """Yields the tensors, modules and generators that a layer or a loss can reach, with paths.
 
-    The root's own parameters, buffers and submodules are not among them.
+    The root's own submodules are not among them. Its own parameters and buffers are if `own`, and
+    if it also has them beside its modules.
     """
-    return _Search(root).found()
+    return _Search(root, own).found()
 
 
 def modules_of(root: object) -> list[tuple[str, nn.Module]]:
@@ -64,8 +67,8 @@ def generators_of(*roots: object) -> dict[str, torch.Generator]:
 
 
 class _Search:
-    def __init__(self, root: object) -> None:
-        self._root = root
+    def __init__(self, root: object, own: bool) -> None:
+        self._root, self._own = root, own
         self._seen = set[int]()
         self._left = _MOST
         # Objects are held, so that no id comes twice.
@@ -78,10 +81,16 @@ class _Search:
         parts = list(self._root.named_modules())
         for _, part in parts:
             self._seen.add(id(part))
-            self._seen.update(map(id, (*part._parameters.values(), *part._buffers.values())))
+            if not self._own:
+                self._seen.update(map(id, (*part._parameters.values(), *part._buffers.values())))
         for prefix, part in parts:
+            # A module of dynmo follows a change of its parameters. torch's hooks compute `x` from
+            # `x_orig` before each forward.
+            follows = self._own and type(part).__module__.startswith("dynmo.")
             for name, value in vars(part).items():
-                if name not in _OF_TORCH:
+                if name in _OF_TORCH or (follows and name.startswith("_")):
+                    continue
+                if f"{name}_orig" not in part._parameters:
                     yield from self._of(f"{prefix}.{name}".lstrip("."), value, 0)
             for name, value in _methods(type(part)):
                 yield from self._of(f"{prefix}.{name}".lstrip("."), value, 0)

@@ -144,7 +144,7 @@ class Actions:
         plan = moves_between_ranks(before.partition, partition, before.processes, layout.processes)
         places = [(each.schedule, each.partition.counts) for each in (before, layout)]
         agree(world, places, "the new placement")
-        store.check_names()
+        store.check_names({move.layer for move in plan})
         migration = exchange(
             world,
             plan,
@@ -188,9 +188,9 @@ class Actions:
             )
         layout = self.engine.layouts.reshaped(before, pipeline, data, partition)
         agree(everyone, (pipeline, data, layout.partition.counts), "the new mesh")
-        store.check_names()
         after = holders(layout.partition, layout.stage_ranks, data)
         plan = transfers(holders(before.partition, before.stage_ranks, before.replicas), after)
+        store.check_names({move.layer for move in plan})
         whole = {i: store.state(i, whole=True) for i in sorted(store.layers)}
 
         def adopt(arrivals: list[Arrival]) -> None:
@@ -402,7 +402,7 @@ class Actions:
     def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
         decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
         agree(self._store.world, decision, "which ranks go on")
-        self._store.check_names()
+        self._store.check_names(range(self._store.model.layers))
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
         store = self._store

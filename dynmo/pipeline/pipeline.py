@@ -304,6 +304,8 @@ class Pipeline:
         )
         self._optimizer = OptimizerHandle(self._engine.store.groups)
         self._check_optimizer()
+        if self._watches_ranks or (world.everyone.size > 1 and options.balance.balancer != "none"):
+            self._engine.store.check_names(range(model.layers))
         agree_on_cases(world, self._cases)
         if saved is None:
             self._loop = self._make_loop()

@@ -441,20 +441,6 @@ NEW = "x = x + 0"
 _ALIASES = {"same", "part", "turned", "detached", "expanded"}
 REFUSED = {"tied inside", "calls", "hook of a parameter", "parameter", "penalty", "none"} | _ALIASES
 
-_OTHER_TENSOR = (
-    "a move and a load give the layer a new tensor; who keeps the old one has old values"
-)
-# Kinds that are still wrong, and why. They are not drawn.
-LEFT_OUT: dict[str, str] = {
-    "weight: kept in a list": _OTHER_TENSOR,
-    "weight: kept by a closure": _OTHER_TENSOR,
-    "weight: kept view": _OTHER_TENSOR,
-    "weight: buffer over a weight": _OTHER_TENSOR,
-    "weight: two over one memory": _OTHER_TENSOR + "; a save fails",
-    "extra: weight": "a layer that hands on its weight after a freeze is refused in the next step",
-    "product: slope": "torch.func.grad fails under dynmo's hooks on saved tensors",
-}
-
 
 def draw(seed: int, number: int, attempt: int = 0) -> Tables:
     """Draws a case. It is the same for the same arguments."""
@@ -471,7 +457,7 @@ class _Draw:
         self._changes = list[tuple[int, str, str]]()
 
     def _pick(self, what: str, table: dict[str, Any]) -> Any:
-        names = [n for n in table if f"{what}: {n}" not in LEFT_OUT]
+        names = [*table]
         name = self._random.choice(names)
         while name in REFUSED and self._random.random() < 0.8:
             name = self._random.choice(names)
@@ -480,7 +466,7 @@ class _Draw:
 
     def _allows(self, kind: str, share: float) -> bool:
         """Draws whether the case has something of this kind."""
-        if kind in LEFT_OUT or self._random.random() >= share:
+        if self._random.random() >= share:
             return False
         self._kinds.append(kind)
         return True
@@ -588,14 +574,12 @@ class _Draw:
             return  # a class has one of each method
         self._add(init, body, methods)
         self._changes += [
-            (index, line.replace("{n}", str(self._count)), f"change: {line}")
-            for line in changes
-            if f"change: {line}" not in LEFT_OUT
+            (index, line.replace("{n}", str(self._count)), f"change: {line}") for line in changes
         ]
 
     def _odd(self, index: int) -> None:
         self._count += 1
-        name = self._random.choice([n for n in _ODD if f"layer: {n}" not in LEFT_OUT])
+        name = self._random.choice(_ODD)
         self._kinds.append(f"layer: {name}")
         self._add([f"self.w{{n}} = LAYERS[{name!r}].make()"], ["x = torch.tanh(self.w{n}(x))"])
 

@@ -50,6 +50,7 @@ FAIR: dict[str, str] = {
     r"writes to its input \d in place, which shares memory": "a write cannot reach other ranks",
     r"returned a (NoneType|dict)": "messages have tensors, as those of torch's pipelining",
     r"was not there when the pipeline was made": "plain torch's optimizer has it neither",
+    r"where a move would leave old|which a move would part": "the message says what to write",
     r"got other parameters after the pipeline was made": "checkpoints would have other names",
 }
 
@@ -81,8 +82,9 @@ def _ended(case: Tables, make: Callable[[dict[str, Any]], Plain | Pipelined]) ->
         try:
             result = run_plan(make(_names_of(case)), case, done.append)
         except DynmoError as error:
-            # A refusal comes before the first step, or after a change that is the reason.
+            # A refusal comes before the first step, at a move, or after a change.
             late = any(e[0] == "step" for e in done) and not any(e[0] == "change" for e in done)
+            late = late and case["plan"][len(done)][0] != "move"
             return {"error": str(error), "status": error.exit_status, "late": late}
         except Exception as error:
             name = type(error).__name__

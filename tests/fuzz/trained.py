@@ -125,7 +125,11 @@ class Plain:
             self._names["loss"].load_state_dict(of_loss)
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
-            self.model.get_submodule(path)._buffers[key] = buffer
+            owned = self.model.get_submodule(path)._buffers
+            if (kept := owned.get(key)) is None:
+                owned[key] = buffer
+            else:
+                kept.copy_(buffer)
         for generator, state in zip(self._generators(), states, strict=True):
             generator.set_state(state)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.model import hook_problem
+from dynmo.runtime.layer.reads import kept_aside
 
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # All that torch keeps of a module's hooks.
@@ -87,6 +89,12 @@ class Census:
                 f"{self._name} got other parameters after the pipeline was made (new: {new}; gone: "
                 f"{gone}) and can neither move nor be saved; prune, parametrize or replace before"
             )
+
+    def check_move(self, tied: Collection[str]) -> None:
+        """Raises ConfigError if the layer would be another after a move (`kept_aside`)."""
+        reason = kept_aside(self._module, tied)
+        if reason is not None:
+            raise ConfigError(f'{self._name} {reason}, or let no layer move (balance="none")')
 
 
 def hooks_of(module: nn.Module) -> list[str]:

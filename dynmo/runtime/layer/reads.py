@@ -6,7 +6,9 @@ seen by `Reads`, which watches only what can reach a tensor of another layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -78,6 +80,50 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     offsets = [cast(int, x.storage_offset()) for x in (a, b)]
     taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
+
+
+def kept_aside(layer: nn.Module, tied: Collection[str]) -> str | None:
+    """Says why a layer cannot move if a parameter of it has a second place, and what to do.
+
+    The layer keeps it beside its modules, too, or another of its tensors has the same memory.
+
+    Args:
+        tied: Parameters that follow another one by themselves.
+    """
+    spans = [
+        (_span(tensor), f"{what} {name}", what == "parameter")
+        for what, name, tensor in named_tensors(layer)
+        if name not in tied
+    ]
+    for path, value in reachable(layer, own=True):
+        reached = _span(value) if isinstance(value, Tensor) else None
+        for span, what, trains in spans:
+            if trains and reached is not None and _meet(span, reached):
+                return (
+                    f"keeps its {what} in {path}, too, where a move would leave old values; read "
+                    f"self.{what.removeprefix('parameter ')} instead"
+                )
+    for (one, first, trains), (other, second, also) in pairwise(sorted(spans, key=itemgetter(0))):
+        if (trains or also) and first != second and _meet(one, other):
+            return (
+                f"has one memory for its {first} and its {second}, which a move would part; "
+                "compute one from the other in forward"
+            )
+    return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """Returns the memory block of a tensor, and the first and last byte there."""
+    storage, size = storage_of(tensor), tensor.element_size()
+    if storage is None or not tensor.numel():
+        return 0, 0, 0
+    start = cast(int, tensor.storage_offset()) * size
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage, start, start + (reach + 1) * size
+
+
+def _meet(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one[0] == other[0] and max(one[1], other[1]) < min(one[2], other[2])
 
 
 class Reads(TorchDispatchMode):

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,9 +183,12 @@ def _save_layer(
     folder.mkdir()
     manifest = describe(index, module, tensors).model_copy(update={"base": base})
     write_whole(folder / "layer.json", manifest.text())
-    # A view of a larger memory block would count as shared.
+    # Tensors over one memory block, and a view of a larger one, would count as shared.
+    uses = Counter(t.untyped_storage()._cdata for t in tensors.values())
     whole = {
-        _name(*key): t if t.nbytes == t.untyped_storage().nbytes() else t.clone()
+        _name(*key): t.clone()
+        if uses[t.untyped_storage()._cdata] > 1 or t.nbytes < t.untyped_storage().nbytes()
+        else t
         for key, t in tensors.items()
     }
     with (folder / _TENSORS).open("wb") as file:

@@ -327,12 +327,19 @@ class LayerStore:
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 
-    def check_names(self) -> None:
-        """Raises ConfigError on all ranks if a layer can neither move nor be saved on one."""
+    def check_names(self, moving: Collection[int] = ()) -> None:
+        """Raises ConfigError on all ranks if a layer can neither move nor be saved on one.
+
+        Args:
+            moving: Layers that are to move. A move gives them new tensors.
+        """
         failure = None
         try:
-            for layer in self.layers.values():
+            for index, layer in self.layers.items():
                 layer.census.check_names()
+                if index in moving:
+                    tied = {name for _, (user, name) in self.model.tied if user == index}
+                    layer.census.check_move(tied)
         except ConfigError as error:
             failure = error
         failures = share_failures(self.world, failure, "the parameters of all layers")

@@ -91,26 +91,44 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
 
 
 def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
-    """Puts tensors into a module on the meta device. Returns the optimizer's.
+    """Puts tensors into a module. Returns the optimizer's.
 
-    Shapes may differ: pruned linears take the form that they have at the source.
+    A module with memory keeps its own tensors, with other values, so that references to them stay
+    right. Shapes may differ: pruned linears take the form that they have at the source.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
         owner, key = _owner(module, name)
-        parameter = nn.Parameter(tensors["parameter", name], requires_grad=flags[name])
+        value = tensors["parameter", name]
+        parameter = owner._parameters[key]
+        if not _copied(value, parameter):
+            parameter = nn.Parameter(value, flags[name])
+        assert parameter is not None
+        parameter.requires_grad_(flags[name])
         gradient = tensors.get(("gradient", name))
         if gradient is not None:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
-        setattr(owner, key, parameter)
+        if parameter is not owner._parameters[key]:
+            setattr(owner, key, parameter)
     # A checkpoint leaves out buffers that the module makes for itself. A forward made the buffers
     # that the checkpoint has and this module lacks.
     for section, name in tensors:
         if section == "buffer":
             owner, key = _owner(module, name)
-            owner._buffers[key] = tensors[section, name]
+            if not _copied(tensors[section, name], owner._buffers.get(key)):
+                owner._buffers[key] = tensors[section, name]
     return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
+
+
+def _copied(value: Tensor, into: Tensor | None) -> bool:
+    """Copies a value into a tensor of the same form. Returns False if that cannot be done."""
+    if into is None or into.is_meta or into.is_inference() or into.layout != torch.strided:
+        return False
+    if (into.shape, into.dtype, into.device) != (value.shape, value.dtype, value.device):
+        return False
+    into.data.copy_(value)
+    return True
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
