@@ -178,6 +178,15 @@ def test_written_buffers_of_replicas_are_refused(pool: Pool) -> None:
     run(pool, wanted)
 
 
+def test_counts_in_a_buffer_that_is_not_saved_are_refused(pool: Pool) -> None:
+    wanted = config(1, 2, groups=2, cases=False)
+    wanted["model"] = {"kind": "python:tests.fuzz.models:modules__counted_aside", "sequence": 8}
+    with pytest.raises(JobFailed, match="buffer 'count'"):
+        run(pool, wanted)
+    wanted["model"] = {"kind": "python:tests.models.odd_layers:cached_aside", "sequence": 8}
+    run(pool, wanted)
+
+
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
     model = model_of(parse(WRITTEN))

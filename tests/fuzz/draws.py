@@ -251,9 +251,8 @@ class _Draw:
     def _replicas(self, model: Tables) -> int:
         if self._spreads:
             return self._random.choice([n for n in (2, 2, 3, 4) if gcd(n, model["experts"]) > 1])
-        # Replicas refuse layers that write to their buffers, which is drawn now and then. They
-        # cannot tell what is in a buffer that is not persistent (docs/replicas.md).
-        if self._writes and (not self._chance(0.03) or "counted_aside" in model["kind"]):
+        # Replicas refuse layers that write to their buffers, which is drawn now and then.
+        if self._writes and not self._chance(0.03):
             return 1
         often = [1, 2, 2, 4] if model["kind"] == "moe" else [1, 1, 1, 2, 2, 3, 4]
         return self._random.choice(often)

@@ -183,7 +183,7 @@ class Programs:
 
     @contextmanager
     def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
-        """Rejects a forward that writes to a persistent buffer if replicas are possible."""
+        """Rejects a forward that counts in a buffer if replicas are possible."""
         store = self._store
         self._replicates = self._replicates or store.world.replicas > 1
         store.outputs.begin(keys, training)
@@ -198,7 +198,8 @@ class Programs:
                     f"process with status {error.code}{place(error)}{notes(error)}"
                 ) from error
         for (index, layer), copies in zip(layers, before, strict=True):
-            name = layer.buffers.first_persistent(layer.buffers.written(copies))
+            written = layer.buffers.written(copies)
+            name = layer.buffers.first_of(written, persistent=True) or layer.counts_in
             if name is not None:
                 raise ConfigError(
                     f"layer {index} ({type(layer.module).__name__}): its forward writes to its "

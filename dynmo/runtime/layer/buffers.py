@@ -103,9 +103,10 @@ class BufferSet:
         """Yields the buffers of the model's state with their names, in the module's order."""
         return ((self.name_of(key), b) for key, b in self if self._is_persistent(key))
 
-    def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
-        """Returns the name of the first of these buffers in the model's state, or None."""
-        return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
+    def first_of(self, keys: Iterable[BufferKey], persistent: bool) -> str | None:
+        """Returns the name of the first of these buffers that is in the model's state, or not."""
+        names = (self.name_of(x) for x in sorted(keys) if self._is_persistent(x) == persistent)
+        return next(names, None)
 
     def name_of(self, key: BufferKey) -> str:
         if key.owner == len(self._owners):

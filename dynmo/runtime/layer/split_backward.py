@@ -108,9 +108,11 @@ class Layer:
 
     Attributes:
         warns: Whether to warn if most of its weight gradients cannot wait for W.
+        counts_in: A buffer beside the model's state that F writes to and that decides its output.
     """
 
     warns = False
+    counts_in: str | None = None
 
     def __init__(  # noqa: PLR0913
         self,
@@ -397,6 +399,10 @@ class Layer:
         written = None if state is None else state.written()
         if written is not None:
             self._check_repeats(written, outputs, rerun)
+        if state is not None and (name := self.buffers.first_of(buffers, persistent=False)):
+            now = self.buffers.copies()
+            again = partial(self._rerun_forward, microbatch, inputs, step, finish, now)
+            self.counts_in = None if self._repeats(outputs, again) else name
         # The loss gets a gradient even if it requires none. Its graph is then empty.
         is_last = finish is not None
         given = outputs if is_last else self._like_first(microbatch, inputs, outputs, graph=True)
@@ -582,13 +588,16 @@ class Layer:
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
+    def _repeats(self, outputs: Tensors, rerun: Callable[[], Tensors]) -> bool:
+        """Returns whether F has the same output when it runs again."""
+        # Fake tensors have no values, and kernels of a GPU may round otherwise each time.
+        looks = all(type(y) is Tensor and y.is_cpu for y in outputs)
+        return not looks or all(map(has_same_bits, outputs, rerun()))
+
     def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
         """Raises ConfigError if F has another output when it runs again."""
-        if not all(type(y) is Tensor and y.is_cpu for y in outputs):
-            # Fake tensors have no values, and kernels of a GPU may round otherwise each time.
-            return
         state = PlainState(self.module)
-        if not all(map(has_same_bits, outputs, rerun())):
+        if not self._repeats(outputs, rerun):
             raise ConfigError(
                 f"{self.name}: its forward writes to its "
                 f"attribute {written!r} and has another "

@@ -78,8 +78,8 @@ def test_recompute_sees_old_buffers_and_keeps_new_ones() -> None:
             module.write()
         assert module.now == now
         assert module.count is kept, "autograd may need it"
-    assert buffers.first_persistent(written) == "count"
-    assert buffers.first_persistent(key for key in written if key.name == "unseen") is None
+    assert buffers.first_of(written, persistent=True) == "count"
+    assert buffers.first_of((x for x in written if x.name == "unseen"), persistent=True) is None
 
 
 def test_buffers_of_sparse_weights_are_not_copied() -> None:
