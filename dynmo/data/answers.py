@@ -51,6 +51,20 @@ class ChatTemplate:
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
+    def leaves_out_parts(self, talk: Conversation) -> bool:
+        """Whether a message in parts loses its text, or is written as Python writes a list."""
+        in_parts = [isinstance(each.get("content"), list) for each in talk.messages]
+        if not any(in_parts):
+            return False
+        pairs = list(zip(talk.messages, in_parts, strict=True))
+        parts = [_with(message, _SAID) if split else message for message, split in pairs]
+        texts = [{**message, "content": _SAID} if split else message for message, split in pairs]
+        with suppress(Exception):  # a template may want parts
+            written = self.write(parts, talk.tools)
+            lost = written.count(_SAID) < self.write(texts, talk.tools).count(_SAID)
+            return lost or str(_with(parts[in_parts.index(True)], _SAID)["content"]) in written
+        return False
+
     def answers(self, talk: Conversation, text: str, first: int) -> list[Span] | None:
         """Returns where the answers are in the text that the template writes.
 

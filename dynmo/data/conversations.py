@@ -76,9 +76,14 @@ def conversation_of(record: Record, place: str, template: str) -> Conversation:
     for number, message in enumerate(talk, 1):
         role = message.get("role")
         if role not in _ROLES and not (isinstance(role, str) and role and role in template):
+            said = f"the role {role!r}"
+            if role is None:
+                said = "no role"
+                if "from" in message:
+                    said += ' (with "from" and "value", the key is "conversations")'
             raise BrokenSampleError(
-                f"{place}: message {number} has the role {role!r}, which the chat template does "
-                f"not name; roles are {', '.join(_ROLES)}"
+                f"{place}: message {number} has {said}; known are {', '.join(_ROLES)}, and what "
+                "the chat template names"
             )
     return Conversation(talk, tools, first)
 

@@ -80,7 +80,7 @@ class Order:
         own: Windows of a held-out source. All others train then. Their numbers are -1, -2, ..
 
     Raises:
-        ConfigError: There are too few for the batches that come again.
+        ConfigError: There is one record only, or too few for the batches that come again.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ class Order:
         share: float | None = None,
         own: int = 0,
     ) -> None:
-        assert windows > 1 or own
+        if windows < 2 and not own:
+            raise ConfigError(
+                "data.source has one record; one to train on and one held out are needed"
+            )
         assert global_batch % micro_batch == 0, "the config checks this"
         self.held_out_windows = own or held_out_of(windows, share)
         self.windows = windows if own else windows - self.held_out_windows

@@ -146,7 +146,7 @@ class JsonLines:
             # Lines that follow a record's own are empty.
             record = cast(object, json.loads(line))
         except ValueError as error:
-            raise BrokenSampleError(f"{self.place(number)}: no line of JSON ({error})") from None
+            raise BrokenSampleError(f"{self.place(number)}: not a line of JSON ({error})") from None
         except RecursionError:
             raise BrokenSampleError(f"{self.place(number)}: its JSON is nested too deep") from None
         if not isinstance(record, dict):

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from dynmo.data.answers import ChatTemplate
-from dynmo.data.conversations import conversation_of, is_conversation
+from dynmo.data.conversations import Message, conversation_of, is_conversation
 from dynmo.data.labels import IGNORED
 from dynmo.data.options import AnswersOnly
 from dynmo.data.records import BrokenSampleError, Record
@@ -41,6 +41,7 @@ _KINDS = (
     ({"prompt", "completion"}, {"prompt", "completion", "tools"}),
     ({"text"}, {"text"}),
 )
+_MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
 class Sample(NamedTuple):
@@ -121,8 +122,18 @@ class Encoder:
         sample = Sample(*(each[: self.longest] for each in sample))
         # The first token of a row has no loss, for none comes before it.
         if all(label == IGNORED for label in sample.labels[1:]):
-            raise BrokenSampleError(f"{place}: none of its {len(sample.ids)} tokens counts")
+            raise BrokenSampleError(f"{place}: {self._why_uncounted(sample)}")
         return sample
+
+    def _why_uncounted(self, sample: Sample) -> str:
+        if not self.answers_only or len(sample.ids) < 2:
+            return f"none of its {len(sample.ids)} tokens counts"
+        if len(sample.ids) < self.longest:
+            return "it has no answer, and data.answers_only counts answers alone"
+        return (
+            f"no answer begins within its first {self.longest} tokens; raise model.sequence, or "
+            "leave it out"
+        )
 
     def look(self, record: Record, place: str) -> None:
         """Raises BrokenSampleError if keys or values are no sample. Tokenises nothing."""
@@ -168,6 +179,13 @@ class Encoder:
             keys = ", ".join(sorted(used))
             _logger.warning(f'{place}: nothing uses the key "{key}"; such a record has {keys}')
 
+    def _name_unused_of_messages(self, messages: list[Message], place: str) -> None:
+        keys = {key for message in messages for key in message} - _MESSAGE_KEYS - self._named
+        for key in sorted(keys):
+            self._named.add(key)
+            if key not in self._template.source:
+                _logger.warning(f'{place}: the chat template does not use the key "{key}"')
+
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
@@ -200,6 +218,12 @@ class Encoder:
             said = str(error) or type(error).__name__
             raise BrokenSampleError(f"{place}: the chat template refuses it: {said}") from None
         _check_unicode(text, "the conversation", place)
+        if template.leaves_out_parts(talk):
+            raise BrokenSampleError(
+                f"{place}: a content is a list of parts, which the chat template does not read; "
+                "give it as one text"
+            )
+        self._name_unused_of_messages(talk.messages, place)
         if not self.answers_only:
             ids = self._special.plain(text, self.longest)
             return Sample(ids, ids)

@@ -58,6 +58,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is of another model.
+        ConfigError: `folder` is the one that the model was loaded from.
         InputError: `folder` is a file.
         RunError: The folder cannot be written. Its files are as before.
     """
@@ -69,7 +70,7 @@ def export_checkpoint(
     if model.weights is not None:
         sizes[-1] += sum(each.bytes for each in model.weights.beside.values())
     shards = in_shards(sizes, _MOST)
-    export = export_of(model, merge)(folder, model, modules, shards, dtype)
+    export = export_of(model, merge, folder)(folder, model, modules, shards, dtype)
     try:
         export.prepare()
         for number, layers in enumerate(shards):

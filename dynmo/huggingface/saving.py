@@ -47,8 +47,8 @@ def save_pretrained(
             again. The folder then loads without peft.
 
     Raises:
-        ConfigError: The model is not one of transformers, there is no such type, or the adapters
-            cannot be merged.
+        ConfigError: The model is not one of transformers, there is no such type, the adapters
+            cannot be merged, or `folder` is the one that the model was loaded from.
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
@@ -62,7 +62,7 @@ def save_pretrained(
     layers = range(model.layers)
     shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
     folder = Path(folder)
-    export = export_of(model, merge)(folder, model, store.modules, shards, kind)
+    export = export_of(model, merge, folder)(folder, model, store.modules, shards, kind)
     attempt = Attempt(world, export.partial, f"the files of {folder} are as before")
     with attempt.part():
         if world.everyone.rank == 0:
@@ -95,10 +95,16 @@ def _write_layers(
             stack.close()
 
 
-def export_of(model: HuggingFaceModel, merge: bool) -> type[Export | AdapterExport]:
+def export_of(model: HuggingFaceModel, merge: bool, folder: Path) -> type[Export | AdapterExport]:
     """Returns what writes a model: the adapters alone, if it has some and they are not merged."""
     if merge and model.lora is None:
         raise ConfigError("merge: the model has no adapters; leave it out")
+    is_own = model.folder is not None and folder.resolve() == model.folder.resolve()
+    if is_own and (merge or model.lora is None):
+        raise ConfigError(
+            f"{folder} is the folder that the model was loaded from, whose weights would be lost; "
+            "give another one"
+        )
     if merge:
         from dynmo.huggingface.merged_export import MergedExport  # needs peft
 

@@ -12,7 +12,6 @@ from dynmo.data.records import Records, WithHeldOut
 from dynmo.data.sample_batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
-from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.models.row_cost import row_cost
 from dynmo.options import LARGEST
@@ -41,8 +40,6 @@ def batches_of(
     if isinstance(records, WithHeldOut):
         check_first(records.held_out, encoder, options.broken)
         others = len(records.held_out)
-    elif len(records) < 2:
-        raise ConfigError("data.source has one record; one to train on and one held out are needed")
     check_first(records, encoder, options.broken)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:

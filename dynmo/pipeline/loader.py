@@ -172,15 +172,10 @@ class Loader:
                 others, digest = len(self._own), digest + _digest(self._own)
         agree(world, digest, "the data (data.source)")
         length, others = map(int, maxima(world, (length, others)))
-        if length < 2 and not others:
-            name = f'"{self._source}"' if isinstance(self._source, str) else "the sequence"
-            raise ConfigError(
-                f"data.source = {name} has one record; one to train on and one held out are needed"
-            )
-        if self._epochs is not None:
+        if not options.streaming:
             shares = options.held_out_share, others
             order = Order(length, self._global_batch, 1, self._seed, options.shuffle, *shares)
-            self.steps = order.steps(self._epochs)
+            self.steps = None if self._epochs is None else order.steps(self._epochs)
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(

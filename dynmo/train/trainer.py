@@ -41,12 +41,12 @@ class Lowest:
     """
 
     step: int | None = None
-    loss: float = math.inf
+    loss: float | None = None
     misses: int = 0
 
     def after(self, step: int, loss: float) -> Lowest:
         """Returns the lowest loss after one more evaluation."""
-        if loss < self.loss:
+        if loss < (math.inf if self.loss is None else self.loss):
             return Lowest(step, loss)
         return replace(self, misses=self.misses + 1)
 

@@ -102,8 +102,8 @@ def test_view_names_broken_lines_and_special_tokens(
     done = dynmo("data", "run.toml", "--json")
     assert done.status == 0, done.err
     assert json.loads(done.out)["broken"] == 3
-    assert "broken: rows.jsonl:1: no line of JSON" in done.err
-    assert "broken: rows.jsonl:171: no line of JSON" in done.err
+    assert "broken: rows.jsonl:1: not a line of JSON" in done.err
+    assert "broken: rows.jsonl:171: not a line of JSON" in done.err
     assert "broken: rows.jsonl:173: prompt has the type int" in done.err
     assert "1 of 19 records have special tokens in their text" in done.err
 
@@ -134,7 +134,7 @@ def test_broken_sample_is_named_or_left_out(folder: Path, dynmo: Run, broken: st
         assert "1 left out" in done.out
         return
     assert done.status == 2
-    assert "rows.jsonl:171: no line of JSON" in done.err
+    assert "rows.jsonl:171: not a line of JSON" in done.err
     assert not list(folder.glob("rows.parquet*"))
 
 

@@ -61,9 +61,12 @@ OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 REFUSALS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no folder": (
         lambda model: model.rename(model.with_name("away")),
+        ("model is no folder on this machine", "download the model, and give its folder"),
+    ),
+    "no config": (
+        lambda model: (model / "config.json").unlink(),
         ("model has no config.json", "give the folder of a transformers model"),
     ),
-    "no config": (lambda model: (model / "config.json").unlink(), ("no config.json",)),
     "other weights": (
         lambda model: edit(model / "config.json", vocab_size=280),
         ("model.safetensors", "[300, 64]", "[280, 64]"),

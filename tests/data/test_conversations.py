@@ -43,7 +43,7 @@ def test_prompt_and_completion_become_messages() -> None:
 def test_template_may_know_more_roles() -> None:
     record = {"messages": [{"role": "critic", "content": "a"}]}
     assert conversation_of(record, "a:1", "{% if role == 'critic' %}").messages
-    with pytest.raises(BrokenSampleError, match="a:1: message 1 has the role 'critic', which"):
+    with pytest.raises(BrokenSampleError, match="a:1: message 1 has the role 'critic'; known"):
         conversation_of(record, "a:1", "")
 
 
@@ -52,7 +52,9 @@ def test_template_may_know_more_roles() -> None:
     [
         ({"messages": "hi"}, "messages is not a list with messages"),
         ({"messages": ["hi"]}, "message 1 of messages is a str, not a dictionary"),
-        ({"messages": [{"content": "hi"}]}, "message 1 has the role None"),
+        ({"messages": [{"content": "hi"}]}, "message 1 has no role; known are system"),
+        ({"messages": [{"from": "human", "value": "a"}]}, r"message 1 has no role \(with \"from"),
+        ({"messages": [{"role": "bot"}]}, "message 1 has the role 'bot'; known are system"),
         ({"prompt": "hi", "completion": [{"role": "user"}]}, "prompt is not a list with messages"),
         ({"conversations": [{"from": "bard", "value": "a"}]}, "message 1 is from 'bard'; known"),
         ({"conversations": [{"from": "gpt", "value": 3}]}, "message 1 has no text as its value"),

@@ -41,7 +41,7 @@ def test_any_objects_come_back(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "no line of JSON"),
+        ("{", "not a line of JSON"),
         ("[1]", "a list, not a JSON"),
         ("[" * 50_000 + "]" * 50_000, "its JSON is nested too deep"),
     ],

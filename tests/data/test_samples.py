@@ -140,7 +140,7 @@ def test_text_is_cut_at_the_longest(tokenizer: Any) -> None:
         ({"text": None}, "a:1: has text; a record needs"),
         ({"messages": []}, "a:1: messages is not a list with messages"),
         ({"messages": [{"role": "user"}]}, "a:1: the chat template refuses it"),
-        ({"messages": TURNS[:1]}, "a:1: none of its .* tokens counts"),
+        ({"messages": TURNS[:1]}, "a:1: it has no answer, and"),
     ],
 )
 def test_broken_record_is_named(tokenizer: Any, record: dict[str, Any], says: str) -> None:
@@ -149,6 +149,43 @@ def test_broken_record_is_named(tokenizer: Any, record: dict[str, Any], says: st
     )
     with pytest.raises(BrokenSampleError, match=says):
         Encoder(tokenizer, 1000, VOCAB, answers_only=True).encode(record, "a:1")
+
+
+def test_a_prompt_without_room_for_an_answer_is_named(tokenizer: Any) -> None:
+    talk = {"messages": [{"role": "user", "content": "import os\n" * 9}, TURNS[1]]}
+    with pytest.raises(BrokenSampleError, match=r"within its first 9 tokens; raise model.sequence"):
+        Encoder(tokenizer, 9, VOCAB, answers_only=True).encode(talk, "a:1")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ m.content }}",
+        "{{ m.content if m.content is string else '' }}",
+        "{% for each in m.content %}{{ each.text }}{% endfor %}",
+        "{{ m.content if m.content is string else m.content[0].text }}",
+    ],
+)
+def test_contents_in_parts_are_read_or_refused(tokenizer: Any, written: str) -> None:
+    tokenizer.chat_template = "{% for m in messages %}<" + written + ">\n{% endfor %}"
+    talk = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in TURNS]
+    encoder = Encoder(tokenizer, 1000, VOCAB)
+    if ".text" in written:
+        ids = encoder.encode({"messages": talk}, "a:1").ids
+        assert tokenizer.decode(ids) == "<import os>\n<def f>\n<x>\n<return 3>\n"
+    else:
+        with pytest.raises(BrokenSampleError, match="a:1: a content is a list of parts"):
+            encoder.encode({"messages": talk}, "a:1")
+
+
+def test_keys_of_messages_that_nothing_uses_are_named_once(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = {"messages": [TURNS[0], TURNS[1] | {"weight": 0, "name": "a"}]}
+    encoder = Encoder(tokenizer, 1000, VOCAB, answers_only=True)
+    for _ in range(2):
+        encoder.encode(talk, "a:1")
+    assert caplog.messages == ['a:1: the chat template does not use the key "weight"']
 
 
 def test_what_the_tokenizer_cannot_do_is_refused(tokenizer: Any) -> None:

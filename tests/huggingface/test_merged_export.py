@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +17,7 @@ from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.lora_trials import PARTS, TRIALS, sgd
+from tests.models.huggingface.saved_models import copy_of
 from tests.models.huggingface.small import make_batch
 from tests.models.huggingface.tiny import config
 
@@ -91,3 +92,17 @@ def test_adapters_that_cannot_be_merged_are_named(name: str, message: str, tmp_p
         with pytest.raises(ConfigError, match=f"merge: .*{message}"):
             save_pretrained(pipeline, tmp_path / "made", merge=True)
     assert not (tmp_path / "made").exists()
+
+
+def test_weights_are_never_written_over_those_they_came_from(tmp_path: Path) -> None:
+    base = copy_of("llama", tmp_path / "base")
+    before = (base / "model.safetensors").read_bytes()
+    lora = LoraConfig(r=1, target_modules=["q_proj"])
+    with dynmo.init(device="cpu") as world:
+        tuned = dynmo.Pipeline(from_pretrained(base, lora=lora), world, microbatches=1)
+        whole = dynmo.Pipeline(from_pretrained(base), world, microbatches=1)
+        for pipeline in (tuned, whole):
+            with pytest.raises(ConfigError, match="folder that the model was loaded from"):
+                save_pretrained(pipeline, tmp_path / "x" / ".." / "base", merge=pipeline is tuned)
+        save_pretrained(tuned, base)
+    assert (base / "model.safetensors").read_bytes() == before

@@ -76,7 +76,7 @@ def test_wrong_options_are_one_line() -> None:
 
         with pytest.raises(ConfigError, match=r"have no token ids .* a tokenizer is needed"):
             load([{"text": "a"}] * 3)
-        with pytest.raises(ConfigError, match="the sequence has one record"):
+        with pytest.raises(ConfigError, match=r"data.source has one record"):
             load([{"input_ids": [1, 2]}])
         with pytest.raises(ConfigError, match="is a function; with streaming"):
             load(lambda: [])

@@ -60,3 +60,11 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
     stream = {"source": "hf:rows", "streaming": True}
     with pytest.raises(ConfigError, match=r'"hf:rows" is unknown .*; give train.steps'):
         with_steps(config(tmp_path, train={"epochs": 1}, data=stream))
+
+
+def test_one_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text('{"text": "a"}\n')
+    model = {"kind": "hf", "path": str(tmp_path), "sequence": 8}
+    source = {"source": f"jsonl:{tmp_path / 'one'}"}
+    with pytest.raises(ConfigError, match=r"data.source has one record; one to train on and one"):
+        with_steps(config(tmp_path, train={"epochs": 1}, data=source, model=model))

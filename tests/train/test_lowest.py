@@ -66,7 +66,21 @@ def test_a_run_that_has_ended_early_has_nothing_left(
         assert trainer(world, tmp_path, resume=True).run().steps == 8
 
 
+def test_a_run_resumes_from_before_its_first_evaluation(tmp_path: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        first = trainer(world, tmp_path, eval_every=4)
+        for _ in range(3):
+            first.advance()
+        assert first._log is not None
+        first._log.close()
+        again = trainer(world, tmp_path, resume=True, eval_every=4)
+        assert again.first_step == 3
+        again.run()
+    assert again._lowest == Lowest(8, LOSSES[7])
+
+
 def test_lowest_loss_is_exact_as_json() -> None:
+    assert Lowest(**json.loads(json.dumps(vars(Lowest()), allow_nan=False))) == Lowest()
     lowest = Lowest().after(3, 0.1 + 0.2)
     assert Lowest(**json.loads(json.dumps(vars(lowest)))) == lowest
 

@@ -22,6 +22,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_files import AdapterFiles
@@ -91,7 +92,7 @@ class Adapters:
                 warnings.simplefilter("ignore")
                 inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
         except REFUSALS as error:
-            raise _refusal(error) from None
+            raise _refusal(error, model) from None
         config.init_lora_weights, config.velora_config = init, velora
         if getattr(config, "target_modules_to_tie", None):
             raise ConfigError(
@@ -155,8 +156,13 @@ def _saved_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: key for key, name in found.items()}
 
 
-def _refusal(error: Exception) -> ConfigError:
-    return ConfigError(f"lora: {(str(error).strip().splitlines() or [''])[0]}")
+def _refusal(error: Exception, model: nn.Module | None = None) -> ConfigError:
+    text = (str(error).strip().splitlines() or [""])[0]
+    if model is not None and "not found in the base model" in text:
+        linear = nn.Linear | Conv1D
+        there = {name for name, each in model.named_modules() if isinstance(each, linear)}
+        text += f" Its linears are {', '.join(sorted({name.split('.')[-1] for name in there}))}."
+    return ConfigError(f"lora: {text}")
 
 
 def lora_config(options: LoraOptions) -> LoraConfig:

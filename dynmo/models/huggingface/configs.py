@@ -25,11 +25,17 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     Raises:
         ConfigError: There is none, or dynmo cannot train its model.
     """
-    if not (folder / "config.json").is_file():
+    if not folder.is_dir():
         raise ConfigError(
-            f"{folder} has no config.json; give the folder of a transformers model (download it "
-            "first)"
+            f"{folder} is no folder on this machine; download the model, and give its folder"
         )
+    if not (folder / "config.json").is_file():
+        advice = "give the folder of a transformers model (download it first)"
+        if (folder / "adapter_config.json").is_file():
+            advice = (
+                "it has adapters of peft; give the folder of their model (in Python, and lora=)"
+            )
+        raise ConfigError(f"{folder} has no config.json; {advice}")
     with one_line(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:

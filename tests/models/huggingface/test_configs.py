@@ -62,6 +62,12 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -
     assert refusal(tmp_path).startswith(f"{tmp_path}: ")
 
 
+def test_adapters_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "it has adapters of peft; give the folder of their model" in refusal(tmp_path)
+    assert "is no folder on this machine" in refusal(tmp_path / "org/name")
+
+
 def test_weights_are_float32_whatever_the_config_says() -> None:
     config = config_of("llama", dtype="bfloat16")
     layers = from_pretrained(config).build(())
