@@ -114,7 +114,8 @@ class HeldOutEvent(Event):
     """What a run holds out, once it has read its data.
 
     Attributes:
-        held_out: How many sequences or samples of which source.
+        held_out: How many sequences or samples of which source, and how many of them an evaluation
+            reads.
     """
 
     event: ClassVar[str] = "held_out"

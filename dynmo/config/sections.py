@@ -120,7 +120,8 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     eval_every: Whole = 0
     """Steps between two evaluations. 0 never evaluates."""
     eval_batches: Count = 4
-    """Batches in an evaluation."""
+    """Microbatches in an evaluation, of `micro_batch` held-out sequences or samples each. Raise it
+    to evaluate on all of them."""
     patience: Count | None = None
     """Evaluations in a row without a lower held-out loss after which the run ends. Not set: it has
     all its steps."""

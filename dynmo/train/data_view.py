@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import mean, median
 from typing import Any
@@ -71,7 +71,8 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
     count = len(batches.records)
     looked = set(np.linspace(0, count - 1, min(count, _MOST)).astype(int).tolist())
-    lengths, counted, special = list[int](), 0, 0
+    lengths, counted, special, cut = list[int](), 0, 0, 0
+    longer = replace(batches.encoder, longest=batches.encoder.longest + 1)
     broken, named = 0, list[str]()
     others = len(batches.records.held_out) if isinstance(batches.records, WithHeldOut) else 0
     for at, number in enumerate((*range(count), *range(-others, 0))):
@@ -89,6 +90,8 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
             if len(named) < _NAMED:
                 named.append(str(error))
             continue
+        if len(sample.ids) == batches.encoder.longest:
+            cut += len(longer.encode(record, place).ids) > len(sample.ids)
         special += batches.encoder.has_special(record)
         lengths.append(len(sample.ids))
         counted += sum(label != IGNORED for label in sample.labels[1:])
@@ -111,6 +114,7 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
         "median": median(lengths),
         "mean": mean(lengths),
         "longest": max(lengths),
+        "cut": cut,
         "counted": counted / sum(lengths),
         "padding": padding.padded / padding.tokens,
     }

@@ -269,7 +269,11 @@ class Trainer:
             self._loader = loader_of(self.config, pipeline, self._model, state)
         uses = self.config.data.has_samples or self.config.train.eval_every
         if self._mesh is None and uses:
-            self._tell(HeldOutEvent(pipeline.steps, self._loader.evaluates_on))
+            text, train = self._loader.evaluates_on, self.config.train
+            if train.eval_every:
+                many = f"{train.eval_batches} microbatches of {train.micro_batch}"
+                text += f"; each evaluation reads {many} (train.eval_batches)"
+            self._tell(HeldOutEvent(pipeline.steps, text))
         self._mesh = mesh
 
     def finish(self, seconds: float, interrupted: bool = False) -> RunResult:

@@ -87,6 +87,13 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     assert "import«return x" in done.out
     assert "held out for evaluations: 15 samples of jsonl:rows.jsonl" in done.out
     assert "microbatches of the first step, rows x tokens: " in done.out
+    assert "\ncut " in done.out
+    wide = dynmo("data", "run.toml", "--json", "--set", "model.sequence=128")
+    whole = json.loads(wide.out)
+    shorter = f"model.sequence={whole['longest'] - 1}"
+    told = json.loads(dynmo("data", "run.toml", "--json", "--set", shorter).out)
+    assert (whole["cut"], told["longest"]) == (0, whole["longest"] - 1)
+    assert told["cut"] > 0
 
 
 def test_view_names_broken_lines_and_special_tokens(

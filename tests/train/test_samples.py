@@ -318,7 +318,9 @@ def test_source_of_its_own_is_evaluated(pool: Pool, tiny_llama: Path, tmp_path: 
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
     named = {e.held_out for e in events[0] if isinstance(e, EvalEvent | HeldOutEvent)}
-    assert named == {f"2 samples of jsonl:{other}"}
+    text = f"2 samples of jsonl:{other}"
+    many = f"{config['train']['eval_batches']} microbatches of {config['train']['micro_batch']}"
+    assert named == {text, f"{text}; each evaluation reads {many} (train.eval_batches)"}
 
 
 def test_one_record_and_nothing_but_broken_ones_are_refused(tiny_llama: Path) -> None:
@@ -326,7 +328,7 @@ def test_one_record_and_nothing_but_broken_ones_are_refused(tiny_llama: Path) ->
     with pytest.raises(ConfigError, match="has one record; one to train on and one held out"):
         plan_run(parse(config))
     config = settings(tiny_llama, ["{", "["], data={"broken": "skip"})
-    with pytest.raises(ConfigError, match=r"all 2 records are broken; .*data\.jsonl:1: no line"):
+    with pytest.raises(ConfigError, match=r"all 2 records are broken; .*data\.jsonl:1: not a line"):
         plan_run(parse(config))
 
 
