@@ -50,7 +50,7 @@ FAIR: dict[str, str] = {
     r"writes to its input \d in place, which shares memory": "a write cannot reach other ranks",
     r"returned a (NoneType|dict)": "messages have tensors, as those of torch's pipelining",
     r"was not there when the pipeline was made": "plain torch's optimizer has it neither",
-    r"where a move would leave old|which a move would part": "the message says what to write",
+    r"which would keep old values|which would part": "the message says what to write",
     r"got other parameters after the pipeline was made": "checkpoints would have other names",
 }
 

@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Tensor]]] = {
         in_a_buffer,
         lambda own: own.lower,
     ),
-    "one memory for its parameter weight and its parameter other": (
+    "one memory for its parameter other and its parameter weight": (
         in_a_parameter,
         lambda own: own.other[8:],
     ),
@@ -110,6 +110,23 @@ def test_balancer_refuses_it_before_the_first_step(pool: Pool) -> None:
     one, two = pool.run(f"{HERE}balanced", 2)
     assert one == two
     assert one.endswith('read self.weight instead, or let no layer move (balance="none")')
+
+
+def test_buffer_that_a_forward_writes_to_has_one_place(world: dynmo.World) -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(()))
+            self.seen = {"count": self.count, "mean": self.mean}
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(input) / self.count
+
+    what = r"keeps its buffer count in seen\['count'\], too, .*; read self.count instead$"
+    with pytest.raises(ConfigError, match=rf"layer 1 \(Counts\) {what}"):
+        make(world, [nn.Linear(8, 8), Counts()]).step(X, Y)
 
 
 def parts() -> nn.Module:

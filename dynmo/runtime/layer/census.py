@@ -91,8 +91,12 @@ class Census:
             )
 
     def check_move(self, tied: Collection[str]) -> None:
-        """Raises ConfigError if the layer would be another after a move (`kept_aside`)."""
-        reason = kept_aside(self._module, tied)
+        """Raises ConfigError if a move, which replaces all parameters, would change the layer.
+
+        Args:
+            tied: Parameters that follow another one by themselves.
+        """
+        reason = kept_aside(self._module, {*self._names} - {*tied})
         if reason is not None:
             raise ConfigError(f'{self._name} {reason}, or let no layer move (balance="none")')
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -82,31 +81,28 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
-def kept_aside(layer: nn.Module, tied: Collection[str]) -> str | None:
-    """Says why a layer cannot move if a parameter of it has a second place, and what to do.
+def kept_aside(layer: nn.Module, changing: Collection[str]) -> str | None:
+    """Says that a layer keeps one of its tensors in a second place, and what to do.
 
-    The layer keeps it beside its modules, too, or another of its tensors has the same memory.
+    The place is beside its modules, or in the memory of another of its tensors.
 
     Args:
-        tied: Parameters that follow another one by themselves.
+        changing: Names of the tensors that others are to replace.
     """
-    spans = [
-        (_span(tensor), f"{what} {name}", what == "parameter")
-        for what, name, tensor in named_tensors(layer)
-        if name not in tied
-    ]
+    named = list(named_tensors(layer))
+    spans = sorted((_span(tensor), name, what) for what, name, tensor in named)
     for path, value in reachable(layer, own=True):
         reached = _span(value) if isinstance(value, Tensor) else None
-        for span, what, trains in spans:
-            if trains and reached is not None and _meet(span, reached):
+        for span, name, what in spans:
+            if name in changing and reached is not None and _meet(span, reached):
                 return (
-                    f"keeps its {what} in {path}, too, where a move would leave old values; read "
-                    f"self.{what.removeprefix('parameter ')} instead"
+                    f"keeps its {what} {name} in {path}, too, which would keep old values; read "
+                    f"self.{name} instead"
                 )
-    for (one, first, trains), (other, second, also) in pairwise(sorted(spans, key=itemgetter(0))):
-        if (trains or also) and first != second and _meet(one, other):
+    for (span, name, what), (other, second, kind) in pairwise(spans):
+        if name != second and {name, second} & {*changing} and _meet(span, other):
             return (
-                f"has one memory for its {first} and its {second}, which a move would part; "
+                f"has one memory for its {what} {name} and its {kind} {second}, which would part; "
                 "compute one from the other in forward"
             )
     return None

@@ -54,7 +54,14 @@ from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_b
 from dynmo.runtime.layer.census import Census
 from dynmo.runtime.layer.pieces import Cutter, mean_loss, piece_inputs
 from dynmo.runtime.layer.plain_state import PlainState
-from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
+from dynmo.runtime.layer.reads import (
+    Others,
+    Reads,
+    check_leaves,
+    kept_aside,
+    mark_aliases,
+    storage_of,
+)
 from dynmo.schedule.op import Kind
 
 _logger = logging.getLogger(__name__)
@@ -399,6 +406,11 @@ class Layer:
         written = None if state is None else state.written()
         if written is not None:
             self._check_repeats(written, outputs, rerun)
+        if state is not None and self._writes_in_place:
+            # `renew` replaces them.
+            reason = kept_aside(self.module, {*map(self.buffers.name_of, self._writes_in_place)})
+            if reason is not None:
+                raise ConfigError(f"{self.name} {reason}")
         if state is not None and (name := self.buffers.first_of(buffers, persistent=False)):
             now = self.buffers.copies()
             again = partial(self._rerun_forward, microbatch, inputs, step, finish, now)
