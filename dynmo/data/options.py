@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ SourceName: TypeAlias = Annotated[
 class DataOptions(Options):
     """Options of samples. `shuffle` and `held_out` are options of text, too."""
 
+    of: ClassVar[str] = "Loader"
     shuffle: Literal["windows", "batches"] = "windows"
     """The unit that each epoch shuffles: `windows` puts other sequences together in each epoch.
     `batches` repeats the batches of the first epoch in another order."""

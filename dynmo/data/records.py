@@ -78,11 +78,23 @@ def open_records(source: Source, key: str = "data.source") -> Records:
     try:
         if isinstance(source, str):
             kind, _, name = source.partition(":")
+            if kind not in KINDS or not name:
+                raise ConfigError(
+                    f'{key} = "{source}": samples come from jsonl:PATH, parquet:PATH, hf:NAME or '
+                    "python:module:function"
+                )
             records = KINDS[kind](name)
         elif callable(source):
             raise ConfigError(
                 "the source is a function; with streaming it is called for the records of each "
                 "pass, and without it a sequence is needed"
+            )
+        elif isinstance(source, Mapping) or not (
+            hasattr(source, "__len__") and hasattr(source, "__getitem__")
+        ):
+            raise ConfigError(
+                f"{key} is a {type(source).__name__}; give a sequence of records, such as a list "
+                "or one split of a dataset"
             )
         else:
             source, records = "the sequence", OwnRecords("the sequence", source)

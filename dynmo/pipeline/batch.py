@@ -268,7 +268,8 @@ def _rows(name: str, value: object) -> Tensor:
 def _check_number(name: str, given: Sequence[object], count: int, more: str = "") -> None:
     if len(given) != count:
         raise InputError(
-            f"{name} has {len(given)} microbatches, where {count} are expected (`microbatches`)"
+            f"{name} has {len(given)} microbatches, where {count} are expected (`microbatches` "
+            f"of the pipeline, or of evaluate)"
             f"{more}"
         )
 

@@ -108,6 +108,11 @@ class Loader:
             streaming=streaming,
             block=block,
         )
+        if tokenizer is not None and not callable(tokenizer):
+            raise ConfigError(
+                f"tokenizer is a {type(tokenizer).__name__}; give what "
+                "AutoTokenizer.from_pretrained returns"
+            )
         self._pipeline, self._source, self._tokenizer = pipeline, source, tokenizer
         self._sequence, self._seed = sequence, seed
         self._global_batch = micro_batch * pipeline.options.all_microbatches

@@ -235,7 +235,7 @@ class Pipeline:
     ) -> None:
         keys = PipelineOptions.model_fields
         given = {key: value for key, value in locals().items() if key in keys}
-        ranks = _check_kinds(model, world, optimizer)
+        ranks = _check_kinds(model, world, optimizer, learning_rate)
         if not isinstance(cases, Sequence):
             raise ConfigError(f"cases is {_kind(cases)}; give a list of cases")
         given["cases"] = tuple(each for each in cases if isinstance(each, CaseOptions))
@@ -1113,12 +1113,13 @@ class Pipeline:
         return cutter.cut(batch, targets, count or self.microbatches)
 
 
-def _check_kinds(model: Any, world: Any, optimizer: Any) -> comm.World:
+def _check_kinds(model: Any, world: Any, optimizer: Any, rate: Any) -> comm.World:
     """Raises ConfigError if an argument is another kind of thing, such as torch's optimizer."""
     if not isinstance(model, Model):
-        raise ConfigError(
-            f"model is {_kind(model)}; wrap the list of its layers in dynmo.Sequential([...])"
-        )
+        advice = "wrap the list of its layers in dynmo.Sequential([...])"
+        if hasattr(model, "save_pretrained"):
+            advice = "give dynmo.huggingface.from_pretrained(folder), the folder that it comes from"
+        raise ConfigError(f"model is {_kind(model)}; {advice}")
     if not isinstance(world, comm.World):
         raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -1131,6 +1132,11 @@ def _check_kinds(model: Any, world: Any, optimizer: Any) -> comm.World:
         raise ConfigError(
             f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...), or a function such as "
             "functools.partial(torch.optim.SGD, lr=...)"
+        )
+    if not isinstance(rate, LearningRate | None):
+        raise ConfigError(
+            f"learning_rate is {_kind(rate)}; give dynmo.LearningRate(warmup=..., decay=...), and "
+            "the peak to the optimizer, such as dynmo.AdamW(lr=...)"
         )
     return world
 

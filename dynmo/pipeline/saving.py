@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def state_of(
         "partition": list(engine.store.layout.partition.counts),
         "schedule": engine.store.layout.schedule,
         "frozen": sorted(engine.store.frozen.layers),
-        "loss": loss,
+        "loss": loss if math.isfinite(loss) else None,
         "moves": moves,
         "loss_scale": engine.optimizer_step.scaler.state(),
         "cases": {case.name: case.state() for case in cases},
@@ -234,7 +235,7 @@ def _warn_of_changes(identity: Identity, path: Path, then: object) -> None:
     if changes:
         _logger.warning(
             f"{path} was written by other code: {first_of(changes)}; the run goes on with the "
-            "present code, so its numbers may be others"
+            "present code, so its numbers may differ"
         )
 
 

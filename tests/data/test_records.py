@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -116,6 +117,20 @@ class Squares:
 
 def a_number() -> int:
     return 3
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("file:text", 'data.source = "file:text": samples come from jsonl:PATH'),
+        ("rows.jsonl", 'data.source = "rows.jsonl": samples come from'),
+        (iter([{"text": "a"}]), "data.source is a list_iterator; give a sequence of records"),
+        ({"train": [{"text": "a"}]}, "data.source is a dict; give .* one split of a dataset"),
+    ],
+)
+def test_what_has_no_samples_is_refused(source: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_records(source)
 
 
 def broken() -> object:

@@ -82,8 +82,10 @@ def test_wrong_options_are_one_line() -> None:
             load(lambda: [])
         with pytest.raises(ConfigError, match=r"needs a function.*not a list"):
             load([], streaming=True)
-        with pytest.raises(ConfigError, match="batching"):
+        with pytest.raises(ConfigError, match=r"dynmo.Loader: batching"):
             load([{"input_ids": [1, 2]}] * 3, batching="other")
+        with pytest.raises(ConfigError, match="tokenizer is a str; give what AutoTokenizer"):
+            load([{"text": "a"}] * 3, tokenizer="my-model")
         with pytest.raises(ConfigError, match=r"epochs = 1: a stream has no known length"):
             load(lambda: [], streaming=True, epochs=1)
         loader = load([{"input_ids": [1, 2]}] * 21, epochs=1.5)  # one of 21 is held out

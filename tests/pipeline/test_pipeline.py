@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,16 @@ def test_loaded_run_ends_like_an_uninterrupted_run(
     assert second.load(tmp_path) == 4
     train(second, 8)
     assert second.digest() == whole.digest()
+
+
+def test_a_scheduler_that_holds_infinity_goes_on(world: dynmo.World, tmp_path: Path) -> None:
+    first = make(world)
+    rate = torch.optim.lr_scheduler.ReduceLROnPlateau(first.optimizer)
+    first.save(tmp_path, extra={"rate": rate.state_dict()})
+    second = make(world)
+    second.load(tmp_path)
+    assert second.extra["rate"] == rate.state_dict()
+    assert rate.best == math.inf
 
 
 def test_frozen_layers_and_the_learning_rate_are_saved(world: dynmo.World, tmp_path: Path) -> None:
@@ -271,6 +283,11 @@ def test_replicas_may_pass_different_batches(pool: Pool) -> None:
         ({"optimizer": "adamw"}, "optimizer is an object of str; give dynmo.AdamW"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "functools.partial.SGD, lr=...."),
         ({"model": nn.Sequential(*layers())}, r"wrap the list of its layers in dynmo.Sequential"),
+        (
+            {"model": SimpleNamespace(save_pretrained=None)},
+            r"from_pretrained\(folder\)",
+        ),
+        ({"learning_rate": 1e-3}, r"give dynmo.LearningRate\(.*, and the peak to the optimizer"),
         ({"world": None}, r"world is an object of NoneType; give what dynmo.init\(\) returns"),
         ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial has 2 entries, .* = 1"),
     ],

@@ -230,7 +230,7 @@ def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointMani
     if problems:
         raise CheckpointError(f"{folder}: no checkpoint is whole; the newest: {problems[0]}")
     raise CheckpointError(
-        f"{folder}: there is no checkpoint to resume from; start anew with --overwrite"
+        f"{folder}: there is no checkpoint to resume from (a run starts anew with --overwrite)"
     )
 
 

@@ -35,7 +35,8 @@ _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
 class CheckpointManifest(BaseModel):
     """Description of a checkpoint: SHA-256 of each file, and the run's own part."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # JSON has no infinity, but the state of a user's scheduler may. Python reads it back.
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
     version: int
     step: int
     layers: list[str]
