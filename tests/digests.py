@@ -108,10 +108,13 @@ def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:
     """
     from dynmo.config import parse
 
+    # The digests stay when defaults change.
+    adamw = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    sizes = {"steps": 8, "global_batch": 8, "micro_batch": 1, "eval_every": 4}
     defaults: dict[str, dict[str, Any]] = {
         "model": sections.get("model", GPT),
         "data": {"source": f"file:{ROOT / 'LICENSE'}"},
-        "train": {"steps": 8, "global_batch": 8, "micro_batch": 1, "lr": 1e-3, "eval_every": 4},
+        "train": sizes | adamw,
         "parallel": {"pipeline": 2, "timeout": 60.0},
         "balance": {"balancer": RANDOM_MOVES, "every": 1},
     }

@@ -243,7 +243,7 @@ def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
             elif first != index:
                 yield (
                     f"layers {first} and {index} share the {what} {name}; layers that may sit on "
-                    "different ranks cannot share one"
+                    "different ranks cannot share one, so give each its own"
                 )
             elif other != name:
                 yield (

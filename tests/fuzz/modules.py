@@ -42,6 +42,7 @@ _LIMITS = {"parallel": {"timeout": 40.0}}
 # Refusals that are fair to a user of plain torch, and why.
 FAIR: dict[str, str] = {
     r"the parameter .* has a hook, which would not move": "W adds gradients without autograd",
+    r"share the buffer \w+": "torch's pipelining cannot either",
     r"one parameter under two names": "one module can keep it",
     r"share the parameter \w+; .* say dynmo\.Sequential": "the line to write is in the message",
     r"the loss reads |the loss \(\w+\) has the parameter": "no optimizer of a rank would have it",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.runtime.layer.reads import kept_aside
-from tests.pipeline.test_own_kinds import X, Y, make, plain
+from tests.pipeline.test_own_kinds import MSE, SGD, X, Y, make, plain
 from tests.pool import Pool
 
 HERE = "tests.pipeline.test_kept_aside:"
@@ -129,6 +129,35 @@ def test_buffer_that_a_forward_writes_to_has_one_place(world: dynmo.World) -> No
         make(world, [nn.Linear(8, 8), Counts()]).step(X, Y)
 
 
+class Turned(nn.Linear):
+    """Keeps a view of a weight that dynmo makes contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8).t())
+        self.view = self.weight.detach()[:4]
+
+
+def test_view_of_a_tensor_that_gets_other_memory_is_refused(world: dynmo.World) -> None:
+    what = r"\(Turned\) keeps its parameter weight in view, too, .*; read self.weight instead$"
+    with pytest.raises(ConfigError, match=what):
+        make(world, [nn.Linear(8, 8), Turned()])
+    view, kept = (
+        r"keeps its parameter weight in view",
+        r"keeps its parameter weight in kept\[0\], too",
+    )
+    with pytest.raises(ConfigError, match=view):
+        make(world, layers_of(view), precision="bfloat16")
+    make(world, layers_of(kept), precision="bfloat16").step(X, Y)
+
+
+def columns() -> nn.Module:
+    """Two parameters that lie between one another."""
+    module, whole = nn.Module(), torch.zeros(8, 8)
+    module.left, module.right = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+    return module
+
+
 def parts() -> nn.Module:
     """Two parameters that lie side by side in one memory."""
     module = nn.Module()
@@ -150,11 +179,28 @@ def calls_itself() -> nn.Module:
         nn.utils.spectral_norm(nn.Linear(8, 8)),
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
         parts(),
+        columns(),
         calls_itself(),
     ],
 )
 def test_layer_without_a_second_place_may_move(layer: nn.Module) -> None:
-    assert kept_aside(layer, ()) is None
+    assert kept_aside(layer, [name for name, _ in layer.named_parameters()]) is None
+
+
+def tied(world: dynmo.World) -> list[float]:
+    """Trains a layer with two parameters that are one weight, and moves it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)]
+    model = dynmo.Sequential(layers, MSE, tied=[((1, "0.weight"), (1, "1.weight"))])
+    pipeline = dynmo.Pipeline(model, world, microbatches=2, optimizer=SGD, balance="none")
+    losses = [pipeline.step(X, Y).loss]
+    if world.size > 1:
+        pipeline.move([2, 1] if pipeline.partition.counts == (1, 2) else [1, 2])
+    return [*losses, *(pipeline.step(X, Y).loss for _ in range(2))]
+
+
+def test_tied_parameters_of_one_layer_move(pool: Pool) -> None:
+    assert pool.run(f"{HERE}tied", 2) == pool.run(f"{HERE}tied", 1) * 2
 
 
 # -- other ways in which a weight leaves a layer ---------------------------------------------------
@@ -182,6 +228,20 @@ def test_weight_that_is_handed_on_is_evaluated(world: dynmo.World) -> None:
     pipeline = make(world, layers)
     assert pipeline.evaluate(X, Y) == pytest.approx(losses[0], rel=1e-6)
     assert [pipeline.step(X, Y).loss for _ in range(2)] == pytest.approx(losses, rel=1e-6)
+
+
+class CountsAndHandsOn(HandsOn):
+    calls = 0
+
+    def forward(self, input: Tensor) -> Any:
+        self.calls += 1
+        y, weight = super().forward(input)
+        return y / self.calls, weight
+
+
+def test_weight_that_is_handed_on_hides_no_count(world: dynmo.World) -> None:
+    with pytest.raises(ConfigError, match="writes to its attribute 'calls'"):
+        make(world, [CountsAndHandsOn(8, 8), Last(8, 8)]).step(X, Y)
 
 
 class Slope(nn.Linear):

@@ -96,7 +96,7 @@ class Census:
         Args:
             tied: Parameters that follow another one by themselves.
         """
-        reason = kept_aside(self._module, {*self._names} - {*tied})
+        reason = kept_aside(self._module, self._names, tied)
         if reason is not None:
             raise ConfigError(f'{self._name} {reason}, or let no layer move (balance="none")')
 

@@ -7,6 +7,7 @@ seen by `Reads`, which watches only what can reach a tensor of another layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
@@ -81,26 +82,31 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
-def kept_aside(layer: nn.Module, changing: Collection[str]) -> str | None:
+def kept_aside(
+    layer: nn.Module, changing: Collection[str], tied: Collection[str] = (), own: bool = True
+) -> str | None:
     """Says that a layer keeps one of its tensors in a second place, and what to do.
 
     The place is beside its modules, or in the memory of another of its tensors.
 
     Args:
         changing: Names of the tensors that others are to replace.
+        tied: Parameters that follow another one by themselves.
+        own: Whether the same tensor beside the modules counts, and not only another over its
+            memory.
     """
-    named = list(named_tensors(layer))
-    spans = sorted((_span(tensor), name, what) for what, name, tensor in named)
-    for path, value in reachable(layer, own=True):
-        reached = _span(value) if isinstance(value, Tensor) else None
-        for span, name, what in spans:
-            if name in changing and reached is not None and _meet(span, reached):
+    named = [each for each in named_tensors(layer) if each[1] not in tied]
+    places = sorted((_Place.of(tensor), name, what) for what, name, tensor in named)
+    for path, value in reachable(layer, own):
+        reached = _Place.of(value) if isinstance(value, Tensor) else None
+        for place, name, what in places:
+            if name in changing and reached is not None and place.meets(reached):
                 return (
                     f"keeps its {what} {name} in {path}, too, which would keep old values; read "
                     f"self.{name} instead"
                 )
-    for (span, name, what), (other, second, kind) in pairwise(spans):
-        if name != second and {name, second} & {*changing} and _meet(span, other):
+    for (place, name, what), (other, second, kind) in pairwise(places):
+        if name != second and {name, second} & {*changing} and place.meets(other):
             return (
                 f"has one memory for its {what} {name} and its {kind} {second}, which would part; "
                 "compute one from the other in forward"
@@ -108,18 +114,27 @@ def kept_aside(layer: nn.Module, changing: Collection[str]) -> str | None:
     return None
 
 
-def _span(tensor: Tensor) -> tuple[int, int, int]:
-    """Returns the memory block of a tensor, and the first and last byte there."""
-    storage, size = storage_of(tensor), tensor.element_size()
-    if storage is None or not tensor.numel():
-        return 0, 0, 0
-    start = cast(int, tensor.storage_offset()) * size
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return storage, start, start + (reach + 1) * size
+@dataclass(frozen=True, order=True)
+class _Place:
+    """The memory block of a tensor, and the first and last byte there."""
 
+    storage: int
+    start: int
+    end: int
+    tensor: Tensor = field(compare=False)
 
-def _meet(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return one[0] == other[0] and max(one[1], other[1]) < min(one[2], other[2])
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        storage, size = storage_of(tensor), tensor.element_size()
+        if storage is None or not tensor.numel():
+            return cls(0, 0, 0, tensor)
+        start = cast(int, tensor.storage_offset()) * size
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(storage, start, start + (reach + 1) * size, tensor.detach())
+
+    def meets(self, other: _Place) -> bool:
+        near = max(self.start, other.start) < min(self.end, other.end)
+        return self.storage == other.storage and near and _overlap(self.tensor, other.tensor)
 
 
 class Reads(TorchDispatchMode):

@@ -603,8 +603,9 @@ class Layer:
     def _repeats(self, outputs: Tensors, rerun: Callable[[], Tensors]) -> bool:
         """Returns whether F has the same output when it runs again."""
         # Fake tensors have no values, and kernels of a GPU may round otherwise each time.
-        looks = all(type(y) is Tensor and y.is_cpu for y in outputs)
-        return not looks or all(map(has_same_bits, outputs, rerun()))
+        before = [y.detach() for y in outputs]
+        looks = all(type(y) is Tensor and y.is_cpu for y in before)
+        return not looks or all(map(has_same_bits, before, [y.detach() for y in rerun()]))
 
     def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
         """Raises ConfigError if F has another output when it runs again."""

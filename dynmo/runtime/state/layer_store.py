@@ -26,7 +26,7 @@ from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
 from dynmo.models.identity import Identity, identity_of
-from dynmo.models.model import Model
+from dynmo.models.model import Model, named_tensors
 from dynmo.runtime.comm.agreement import first_difference, share_failures
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.error_text import ranks_text
@@ -39,7 +39,7 @@ from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.precision import lower as lower_precision
-from dynmo.runtime.layer.reads import others_of
+from dynmo.runtime.layer.reads import kept_aside, others_of
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
@@ -132,6 +132,7 @@ class LayerStore:
         self.optimizers: dict[int, LayerOptimizer] = {}
         self.replicas = self._new_replicas()
         for index in own:
+            self._check_views(index)
             module = self.modules[index].to(world.device)
             self._adopt(index, module, {}, masters=lower_precision(module, options.dtype))
         self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
@@ -205,6 +206,20 @@ class LayerStore:
         layer.put_beside(_with_prefix(_BESIDE, optimizer_state))
         kept = _with_prefix(_KEPT, optimizer_state)
         self.kept[index] = {name: t.cpu() for name, t in kept.items()}
+
+    def _check_views(self, index: int) -> None:
+        """Refuses a view of a tensor that is to get another memory, for its type, say."""
+        module, device, dtype = self.modules[index], self.world.device, self._options.dtype
+        changing = {
+            name
+            for _, name, x in named_tensors(module)
+            if x.layout == torch.strided
+            and (not x.is_contiguous() or x.device.type != device.type or dtype != torch.float32)
+        }
+        tied = {name for _, (user, name) in self.model.tied if user == index}
+        reason = kept_aside(module, changing, tied, own=False) if changing else None
+        if reason is not None:
+            raise ConfigError(f"layer {index} ({type(module).__name__}) {reason}")
 
     def _others(self, index: int) -> Mapping[int, str]:
         """Returns the tensors that are not those of a layer, by their memory.
