@@ -44,7 +44,7 @@ FAIR: dict[str, str] = {
     r"the parameter .* has a hook, which would not move": "W adds gradients without autograd",
     r"share the buffer \w+": "torch's pipelining cannot either",
     r"one parameter under two names": "one module can keep it",
-    r"share the parameter \w+; .* say dynmo\.Sequential": "the line to write is in the message",
+    r"share the parameter [\w.]+; .* say dynmo\.Sequential": "the line to write is in the message",
     r"the loss reads |the loss \(\w+\) has the parameter": "no optimizer of a rank would have it",
     r"\) reads the \w+ .* of layer \d": "the other layer may be on another rank",
     r"its forward writes to its attribute": "a state_dict has no attributes either",
