@@ -84,7 +84,7 @@ save_steps save_strategy saves_per_epoch | checkpoint.every | Pipeline.save(fold
   between two checkpoints
 save_total_limit | checkpoint.keep | Pipeline.save(keep=) | 2 unless set
 load_best_model_at_end metric_for_best_model | checkpoint.keep_best = true | Pipeline.save(best=) |
-  the checkpoint with the lowest held-out loss stays
+  the checkpoint with the lowest held-out loss stays, and is exported by its folder step-N
 early_stopping_patience | train.patience | Pipeline.evaluate(inputs=) | evaluations without a lower
   loss after which a run ends
 logging_steps logging_strategy logging_first_step | | Pipeline(listen=) | every step is in
