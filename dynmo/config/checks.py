@@ -93,6 +93,8 @@ def _evaluation(config: Config) -> Iterator[str]:
     ):
         if is_set and not config.train.eval_every:
             yield f"{key} needs held-out losses; set train.eval_every"
+    if config.train.eval_every and config.data.held_out == 0:
+        yield "train.eval_every needs held-out data; leave out data.held_out = 0, or give a share"
 
 
 def _cases(config: Config) -> Iterator[str]:

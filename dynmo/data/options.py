@@ -29,9 +29,10 @@ class DataOptions(Options):
     batching: Literal["rows", "grouped", "packed"] = "rows"
     """`rows` has `train.micro_batch` samples in a microbatch, padded to its longest. `grouped`
     makes microbatches alike in cost. `packed` also puts several samples in a row."""
-    held_out: Annotated[float, Field(gt=0, lt=1)] | SourceName | None = None
+    held_out: Annotated[float, Field(ge=0, lt=1)] | SourceName | None = None
     """What evaluations read, and training does not: a share of the data, or a source of its own, in
-    the words of `source`. Without it a twentieth is held out, at most 1024 sequences or samples."""
+    the words of `source`. 0 holds out nothing. Without it a twentieth is held out, at most 1024
+    sequences or samples."""
     answers_only: AnswersOnly = False
     """Whether the loss of samples counts what an assistant says, and completions, alone. `last`
     counts the last answer of each conversation."""

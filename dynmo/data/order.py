@@ -55,10 +55,10 @@ def windows_of(length: int, sequence: int, key: str = "data.source", fewest: int
 
 
 def held_out_of(windows: int, share: float | None) -> int:
-    """Returns how many windows are held out. None is a twentieth, at most 1024."""
+    """Returns how many windows are held out. None is a twentieth, at most 1024. 0 is none."""
     if share is None:
         return min(HELD_OUT_MOST, max(1, windows // HELD_OUT_SHARE))
-    return min(windows - 1, max(1, round(windows * share)))
+    return min(windows - 1, max(1, round(windows * share))) if share else 0
 
 
 def held_out_text(source: object, count: int, unit: str) -> str:
@@ -93,7 +93,7 @@ class Order:
         share: float | None = None,
         own: int = 0,
     ) -> None:
-        if windows < 2 and not own:
+        if windows < 2 and not own and share != 0:
             raise ConfigError(
                 "data.source has one record; one to train on and one held out are needed"
             )

@@ -56,8 +56,8 @@ class Loader:
         streaming: Whether samples are read in order. The first 128 are held out
             if `held_out` names no source.
         block: Samples of a stream that are shuffled together.
-        held_out: What `held_out` reads: a share of the samples, or a source of its own. None is a
-            twentieth, at most 1024.
+        held_out: What `held_out` reads: a share of the samples, or a source of its own. 0 holds
+            out nothing. None is a twentieth, at most 1024.
         epochs: Passes over the samples after which the batches end. None means without an end.
         state: What `state_dict` returned, to go on from there.
 
@@ -232,6 +232,8 @@ class Loader:
 
     def held_out(self, microbatches: int) -> list[Microbatch] | None:
         """Returns so many microbatches to evaluate on, the same every time."""
+        if self._options.held_out == 0:
+            raise ConfigError("held_out = 0 holds out nothing; leave it out, or give a share")
         if self._batches is None:
             return None
         return [self._to_device(self._batches.held_out(i)) for i in range(microbatches)]

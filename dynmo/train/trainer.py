@@ -267,7 +267,8 @@ class Trainer:
         elif self._mesh is None:  # later it follows by itself
             state = pipeline.extra.get("data", {"step": pipeline.steps})
             self._loader = loader_of(self.config, pipeline, self._model, state)
-        uses = self.config.data.has_samples or self.config.train.eval_every
+        data = self.config.data
+        uses = data.held_out != 0 and (data.has_samples or self.config.train.eval_every)
         if self._mesh is None and uses:
             text, train = self._loader.evaluates_on, self.config.train
             if train.eval_every:

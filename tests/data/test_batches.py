@@ -230,6 +230,8 @@ def test_share_is_held_out():
         39,
     ]
     assert Order(2, 1, 1, 0, share=0.9).windows == 1
+    whole = Order(40, 4, 2, 0, share=0)
+    assert sorted(n for step in range(10) for n in whole.train(step).flat) == [*range(40)]
     assert Batches(numbered(40), SEQUENCE, 4, 2, 0, held_out=0.25).windows == 30
 
 

@@ -88,6 +88,11 @@ def test_wrong_options_are_one_line() -> None:
             load([{"text": "a"}] * 3, tokenizer="my-model")
         with pytest.raises(ConfigError, match=r"epochs = 1: a stream has no known length"):
             load(lambda: [], streaming=True, epochs=1)
+        whole = load([{"input_ids": [1, 2]}] * 20, epochs=1, held_out=0)
+        assert whole.steps == 10
+        with pytest.raises(ConfigError, match="held_out = 0 holds out nothing"):
+            whole.held_out(1)
+        whole.close()
         loader = load([{"input_ids": [1, 2]}] * 21, epochs=1.5)  # one of 21 is held out
         assert loader.steps == len(list(loader)) == 15
         pipeline.close()

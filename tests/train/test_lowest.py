@@ -91,3 +91,8 @@ def test_lowest_loss_is_exact_as_json() -> None:
 def test_held_out_losses_are_needed(section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"set train.eval_every"):
         parse(section)
+
+
+def test_held_out_data_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"train.eval_every needs held-out data"):
+        parse({"train": {"eval_every": 2}, "data": {"held_out": 0}})
