@@ -174,5 +174,5 @@ def make_source(elastic: Elastic, world: World, identity: Identity) -> RankSourc
     if world.rank or world.home is None:
         return None
     manager = make_manager(elastic)
-    join_requests = JoinRequests(world.home, world.timeout)
+    join_requests = JoinRequests(world.home, world.usual_timeout)
     return RankSource(join_requests, manager, identity, elastic.join_timeout)

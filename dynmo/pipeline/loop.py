@@ -72,6 +72,7 @@ class Loop:
         elastic: Changes the number of ranks. None if that is not wanted.
         tracer: Records the ops. None if that is not wanted.
         peak_flops: FLOP/s that a rank's device can do. None if unknown.
+        is_set_up: Whether a step of this loop is final.
         token_shares: What each case has counted last, by its name.
     """
 
@@ -103,6 +104,7 @@ class Loop:
         self._ready: list[StepResult] = []  # results that were not returned yet
         self._begin = time.perf_counter()
         self._barrier_stays = False  # although the options ask for none
+        self.is_set_up = False
         engine.pending.take_failed()  # a loop before this one may have left it
         self.tell_barrier()
 
@@ -251,6 +253,10 @@ class Loop:
         flag = STOP * stop + (0 if self.elastic is None else self.elastic.call())
         with engine.attempt(step if engine.pending.validates else None):
             given = cut()
+            if not self.is_set_up:
+                # Loops compile as they make the first schedule. That is no training time.
+                engine.programs.executor()
+                self._begin = time.perf_counter()
         records = engine.pending.take_done()
         if given is not None:
             inputs, targets, work = given
@@ -289,6 +295,8 @@ class Loop:
         return results
 
     def _finish(self, record: StepRecord) -> StepResult:
+        self.is_set_up = True
+        self._engine.store.world.end_setup()
         step, started = record.step, self._started.pop(record.step)
         self.loss = record.loss
         self.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))

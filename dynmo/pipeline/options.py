@@ -71,6 +71,9 @@ class WorldOptions(Options):
     """Threads of one rank on CPU."""
     timeout: Timeout = 120.0
     """Seconds after which a wait fails."""
+    setup_timeout: Timeout = 1800.0
+    """The same until the first step is done: for loading, tokenising and compiling. At least
+    `timeout`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the ranks. `auto` takes CUDA if there is a GPU."""
     backend: Backend = "auto"

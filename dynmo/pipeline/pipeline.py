@@ -73,6 +73,7 @@ from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.setup_lines import said_while
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.optim.parameter_groups import GroupRule, Make, ParameterGroups
@@ -276,7 +277,8 @@ class Pipeline:
                 ParameterGroups(settings_of(options), model, model.build(()), world.device)
             )
         else:
-            self._watch(self._start(resume))
+            with said_while(ranks.rank, "makes its layers"):
+                self._watch(self._start(resume))
 
     def _start(self, resume: str | Path | None) -> float | None:
         """Makes the parts of a pipeline that starts or resumes."""
@@ -518,7 +520,8 @@ class Pipeline:
         def cut() -> tuple[Cut, Cut, Tensor | float]:
             return *self._cut(inputs, targets), self._model_flops.of(inputs)
 
-        results = self._loop.advance(cut, self._rates(), keys, stop)
+        with said_while(self._world.rank, "is in its first step", not self._loop.is_set_up):
+            results = self._loop.advance(cut, self._rates(), keys, stop)
         self._optimizer.step()
         return before + results
 

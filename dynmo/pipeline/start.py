@@ -69,6 +69,7 @@ def init(
     device: str | torch.device = _DEFAULT.device,
     backend: Backend = _DEFAULT.backend,
     timeout: float = _DEFAULT.timeout,
+    setup_timeout: float = _DEFAULT.setup_timeout,
     threads: int = _DEFAULT.threads,
     rendezvous: str | Path | None = None,
     join: bool = False,
@@ -91,6 +92,7 @@ def init(
         backend: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends through
             host memory, which is slower but lets ranks share a GPU.
         timeout: Seconds that a rank waits for another, at the start and in every message.
+        setup_timeout: The same until the first step is done, for loading and compiling.
         threads: Threads of one rank on CPU. `World.close` restores torch's number. Another number
             of threads gives other last bits, so it is the same on all ranks.
         rendezvous: File through which processes that start later find this training. Rank 0 writes
@@ -111,7 +113,9 @@ def init(
         ...     (world.rank, world.size)
         (0, 1)
     """
-    options = WorldOptions(threads=threads, timeout=timeout, backend=backend)
+    options = WorldOptions(
+        threads=threads, timeout=timeout, setup_timeout=setup_timeout, backend=backend
+    )
     ranks = _ranks_of(group)
     place = from_environment() or ALONE
     if device == "auto":
@@ -137,11 +141,22 @@ def init(
         world.take_threads(threads)
         return _closed_at_exit(world)
     if ranks is not None:
-        world = comm.World.adopt(ranks, device=device, timeout=timeout, staged=options.staged)
+        world = comm.World.adopt(
+            ranks,
+            device=device,
+            timeout=timeout,
+            staged=options.staged,
+            setup_timeout=setup_timeout,
+        )
     else:
-        store = open_next_store(place, timeout)
         world = comm.World.join(
-            store, place.rank, place.size, device=device, timeout=timeout, staged=options.staged
+            open_next_store(place, timeout),
+            place.rank,
+            place.size,
+            device=device,
+            timeout=timeout,
+            staged=options.staged,
+            setup_timeout=setup_timeout,
         )
     _take_threads(world, threads)
     if rendezvous is not None and world.rank == 0:

@@ -60,14 +60,20 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Mode
 
 
 # Keys that may differ between ranks. The loader compares the data itself.
-_OWN = {"data.source", "parallel.threads", "parallel.timeout"}
+_OWN = {"data.source", "parallel.threads", "parallel.timeout", "parallel.setup_timeout"}
 
 
 def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
-    timeout = config.parallel.timeout
-    store = open_store(rendezvous, timeout)
-    rank, size, staged = rendezvous.rank, rendezvous.size, config.parallel.staged
-    world = World.join(store, rank, size, device=device, timeout=timeout, staged=staged)
+    parallel = config.parallel
+    world = World.join(
+        open_store(rendezvous, parallel.timeout),
+        rendezvous.rank,
+        rendezvous.size,
+        device=device,
+        timeout=parallel.timeout,
+        staged=parallel.staged,
+        setup_timeout=parallel.setup_timeout,
+    )
     try:
         _check_same(world, config)
     except BaseException:

@@ -21,6 +21,7 @@ from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures, share_texts
+from dynmo.runtime.comm.setup_lines import said_while
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
@@ -121,7 +122,8 @@ class Trainer:
             )
         self._mesh: tuple[int, ...] | None = None
         if not self.pipeline.left:
-            self._follow_mesh()
+            with said_while(world.rank, "reads its data"):
+                self._follow_mesh()
             self._open_log()
 
     def _open_log(self) -> None:
@@ -217,12 +219,13 @@ class Trainer:
             self._log.record_decisions(pipeline.decisions)
         if pipeline.left:
             return False
-        self._follow_mesh()
-        loader = self._loader
-        if isinstance(loader, Loader):
-            inputs, targets, keys = next(loader), None, None
-        else:
-            inputs, targets, keys = loader.train(pipeline.steps)
+        with said_while(self._world.rank, "reads its data", not self._stepped):
+            self._follow_mesh()
+            loader = self._loader
+            if isinstance(loader, Loader):
+                inputs, targets, keys = next(loader), None, None
+            else:
+                inputs, targets, keys = loader.train(pipeline.steps)
         stop |= loader.fault is not None
         interrupted |= self._finish(pipeline.advance(inputs, targets, keys=keys, stop=stop))
         step = pipeline.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -59,7 +60,7 @@ class FakeWork:
     def is_completed(self) -> bool:
         return self.completed
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         self.completed |= self.host
         return True
 

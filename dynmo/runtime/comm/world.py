@@ -142,6 +142,8 @@ class World:
     _told: str | None = field(default=None, repr=False, compare=False)
     # Why the ranks cannot go on, after an error.
     _lost: str | None = field(default=None, repr=False, compare=False)
+    # Limit of waits after the set-up. None: the set-up is over.
+    _after_setup: float | None = field(default=None, repr=False, compare=False)
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
@@ -162,6 +164,7 @@ class World:
         timeout: float = 120.0,
         generation: int = 0,
         staged: bool = False,
+        setup_timeout: float = 0.0,
     ) -> World:
         """Meets the other ranks of this generation.
 
@@ -171,6 +174,7 @@ class World:
             timeout: Limit of every wait, in seconds.
             generation: Number of times that the ranks have met before.
             staged: Whether all messages pass through host memory. Ranks may then share a GPU.
+            setup_timeout: Limit of waits until `end_setup`, if that is longer.
 
         Raises:
             WaitTimeout: A rank did not come in time. The message names it.
@@ -179,6 +183,7 @@ class World:
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
         world = cls(rank, size, device, timeout, generation, prefixed, staged=staged, home=prefixed)
+        world._begin_setup(setup_timeout)
         world._meet(timeout)
         return world
 
@@ -240,15 +245,42 @@ class World:
         )
         self._lift_limit(self.group)
 
+    def _begin_setup(self, timeout: float) -> None:
+        if timeout > self.timeout:
+            self._after_setup, self.timeout = self.timeout, timeout
+
+    def end_setup(self) -> None:
+        """Gives waits their usual limit, once all ranks have made a step."""
+        everyone = self.everyone
+        if everyone._after_setup is None:
+            return
+        for world in (everyone, *everyone._views):
+            world.timeout = everyone._after_setup
+        for group in {everyone.group, *everyone._process_groups.values()} - {None}:
+            set_group_timeout(group, torch.device("cpu"), timedelta(seconds=everyone.timeout))
+        everyone._after_setup = None
+
+    @property
+    def usual_timeout(self) -> float:
+        """Limit of waits after the set-up."""
+        return self.everyone._after_setup or self.timeout
+
     @classmethod
     def adopt(
-        cls, ranks: Sequence[int], *, device: torch.device, timeout: float, staged: bool = False
+        cls,
+        ranks: Sequence[int],
+        *,
+        device: torch.device,
+        timeout: float,
+        staged: bool = False,
+        setup_timeout: float = 0.0,
     ) -> World:
         """Makes a world within a program's own process groups. Only its ranks call it.
 
         Args:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
             staged: Whether all messages pass through host memory.
+            setup_timeout: Limit of waits until `end_setup`, if that is longer.
 
         Raises:
             WaitTimeout: A rank did not call in time.
@@ -258,6 +290,7 @@ class World:
         store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
         world = cls(rank, len(ranks), device, timeout, 0, store, staged=staged)
         world._torch_ranks = tuple(ranks)
+        world._begin_setup(setup_timeout)
         world._meet(timeout)
         return world
 
@@ -525,7 +558,7 @@ class World:
                 with self.waits.around(self.device, [peer], what):
                     work.wait()
             else:
-                work.wait()
+                work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
             self.fail(error, [peer], what)
 
@@ -678,8 +711,9 @@ class World:
         late = self._not_waiting(what) if peers is None else list(peers)
         me, others = self.describe_rank(self.rank), self.name_ranks(late)
         waited = f"{me} waited {self.timeout:g} s for {others}: {what}"
+        key = "timeout" if self.everyone._after_setup is None else "setup_timeout"
         return WaitTimeout(
-            f"{waited}; where it only takes longer, raise parallel.timeout",
+            f"{waited}; where it only takes longer, raise parallel.{key}",
             [self.global_rank(rank) for rank in late],
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +73,41 @@ def test_late_rank_is_named_after_the_timeout(pool: Pool, what: str, text: str) 
     assert told.startswith(text)
     assert "parallel.timeout" in told
     assert away == []
+
+
+def sets_up(world: World, what: str) -> list[Any]:
+    """Rank 1 is late in the set-up, and once more after it."""
+    world.barrier("all to be here")
+    world.close()
+    world = World.join(world.store, world.rank, 2, timeout=0.7, generation=1, setup_timeout=20)
+    view, told = world.view([(0, 1)], "a view"), list[Any]()
+
+    def wait() -> None:
+        if what == "sum":
+            view.sum(torch.zeros(1), "the sum")
+        elif world.rank == 1:
+            view.wait(view.send(torch.zeros(1), 0, 1), 0, "the message")
+        else:
+            view.wait(view.receive(torch.zeros(1), 1, 1), 1, "the message")
+
+    if world.rank == 1:
+        time.sleep(1)
+    wait()
+    world.end_setup()
+    told += [view.timeout, world.usual_timeout]
+    told += error_of(lambda: world.store.wait(["named"]) if world.rank == 1 else wait())
+    world.store.set("named", "1")
+    world.close(failed=True)
+    return told
+
+
+@pytest.mark.parametrize("what", ["sum", "message"])
+def test_set_up_has_a_limit_of_its_own(pool: Pool, what: str) -> None:
+    told, late = pool.run(JOBS + "sets_up", 2, what=what)
+    assert told[:3] == [0.7, 0.7, "WaitTimeout"]
+    assert told[3].startswith(f"rank 0 waited 0.7 s for rank 1: the {what}; ")
+    assert told[3].endswith("raise parallel.timeout")
+    assert late == [0.7, 0.7]
 
 
 def test_dead_rank_is_named_at_once(pool: Pool) -> None:
