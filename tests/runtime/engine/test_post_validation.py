@@ -254,7 +254,7 @@ def test_many_in_place_rollbacks_stay_close(
 ) -> None:
     """Every step is clipped, so it is made, rolled back and repeated."""
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
-    settings = OptimizerSettings(name)
+    settings = OptimizerSettings(name, weight_decay=0.1, momentum=0.9)
     small = "python:tests.models.user_model:with_a_loss"
     expected = own_pipeline(small, optimizer=settings)
     near = own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place")
