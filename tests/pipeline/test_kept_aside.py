@@ -244,6 +244,29 @@ def test_weight_that_is_handed_on_hides_no_count(world: dynmo.World) -> None:
         make(world, [CountsAndHandsOn(8, 8), Last(8, 8)]).step(X, Y)
 
 
+class Hooked(nn.Linear):
+    """Halves the gradient of its input, and writes to what runs it again in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        input.register_hook(lambda gradient: 0.5 * gradient)
+        return super().forward(input)
+
+
+def test_hook_on_an_input_runs_once(world: dynmo.World) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), Hooked(), nn.Linear(8, 8)]
+    losses = plain(copy.deepcopy(layers))
+    pipeline = make(world, layers)
+    assert [pipeline.step(X, Y).loss for _ in range(3)] == pytest.approx(losses, rel=1e-6)
+
+
 class Slope(nn.Linear):
     """Hands on the slope of an energy."""
 

@@ -403,18 +403,11 @@ class Layer:
             key for key, (buffer, version) in versions.items() if buffer._version != version
         )
         rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
-        written = None if state is None else state.written()
-        if written is not None:
-            self._check_repeats(written, outputs, rerun)
-        if state is not None and self._writes_in_place:
-            # `renew` replaces them.
-            reason = kept_aside(self.module, {*map(self.buffers.name_of, self._writes_in_place)})
-            if reason is not None:
-                raise ConfigError(f"{self.name} {reason}")
-        if state is not None and (name := self.buffers.first_of(buffers, persistent=False)):
-            now = self.buffers.copies()
-            again = partial(self._rerun_forward, microbatch, inputs, step, finish, now)
-            self.counts_in = None if self._repeats(outputs, again) else name
+        if state is not None:
+            # A run to compare with puts no hook on the inputs.
+            bare = tuple(map(_without_hooks, inputs))
+            again = partial(self._rerun_forward, microbatch, bare, step, finish)
+            self._check_first(state, buffers, outputs, again)
         # The loss gets a gradient even if it requires none. Its graph is then empty.
         is_last = finish is not None
         given = outputs if is_last else self._like_first(microbatch, inputs, outputs, graph=True)
@@ -425,6 +418,35 @@ class Layer:
         # With recompute the graph goes here. Without it, outputs keep their graph. Their users
         # detach them (the next layer) or only read (a channel, the loss account).
         return tuple(_requiring(y, y.requires_grad) for y in given) if self._recompute else given
+
+    def _check_first(
+        self,
+        state: PlainState,
+        buffers: Copies,
+        outputs: Tensors,
+        again: Callable[[Copies], Tensors],
+    ) -> None:
+        """Looks at what the first F has written to.
+
+        Args:
+            state: The attributes before it.
+            buffers: The buffers that it wrote to, before it.
+            again: Runs F again, from given buffers.
+
+        Raises:
+            ConfigError: The layer has state that would not follow it.
+        """
+        written = state.written()
+        if written is not None:
+            self._check_repeats(written, outputs, partial(again, buffers))
+        if self._writes_in_place:
+            # `renew` replaces them.
+            reason = kept_aside(self.module, {*map(self.buffers.name_of, self._writes_in_place)})
+            if reason is not None:
+                raise ConfigError(f"{self.name} {reason}")
+        if name := self.buffers.first_of(buffers, persistent=False):
+            now = self.buffers.copies()
+            self.counts_in = None if self._repeats(outputs, partial(again, now)) else name
 
     def _forward_pieces(self, inputs: Tensors, pieces: Cutter) -> Tensor:
         cut = list(pieces(inputs[0]))
