@@ -29,13 +29,17 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     before = _kind_of(data)
     for text in overrides:
         _override(data, text)
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    lengths = keys & {"train.steps", "train.epochs"}
+    if len(lengths) == 1 and isinstance(data.get("train"), dict):
+        other = "epochs" if "train.steps" in lengths else "steps"
+        data["train"].pop(other, None)  # the file's length
     if _kind_of(data) != before:  # drop the file's keys that the new kind does not have
-        keys = {text.partition("=")[0].strip() for text in overrides}
         known = {*KEYS_OF_KIND.get(before, ()), "vocab"}
         strange = keys_of_other_kinds(_kind_of(data)) & known
         _drop(data, {key for key in strange if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
-    return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
+    return parse(data, where, frozenset(keys))
 
 
 def parse(

@@ -67,7 +67,7 @@ def view_of(config: Config, listen: Callable[[int, int], None]) -> DataView:
 def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     model = model_of(config)
     # A broken sample ends no view, which names all of them.
-    config = with_options(config, ("data",), {"broken": "skip"})
+    given, config = config, with_options(config, ("data",), {"broken": "skip"})
     batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
     count = len(batches.records)
     looked = set(np.linspace(0, count - 1, min(count, _MOST)).astype(int).tolist())
@@ -125,6 +125,8 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     warnings = [f"broken: {text}" for text in named]
     if broken > _NAMED:
         warnings.append(f"broken: {broken - _NAMED} more")
+    if broken and given.data.broken == "stop":
+        warnings.append('a run ends at a broken sample; data.broken = "skip" leaves it out')
     if special:
         warnings.append(
             f"{special} of {len(lengths)} records have special tokens in their text, which are "

@@ -112,6 +112,7 @@ def test_view_names_broken_lines_and_special_tokens(
     assert "broken: rows.jsonl:1: not a line of JSON" in done.err
     assert "broken: rows.jsonl:171: not a line of JSON" in done.err
     assert "broken: rows.jsonl:173: prompt has the type int" in done.err
+    assert 'a run ends at a broken sample; data.broken = "skip" leaves it out' in done.err
     assert "1 of 19 records have special tokens in their text" in done.err
 
 

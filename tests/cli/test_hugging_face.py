@@ -61,7 +61,7 @@ OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 REFUSALS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no folder": (
         lambda model: model.rename(model.with_name("away")),
-        ("model is no folder on this machine", "download the model, and give its folder"),
+        ("model is no folder in ", "download the model, and give its folder"),
     ),
     "no config": (
         lambda model: (model / "config.json").unlink(),

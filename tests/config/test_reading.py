@@ -258,6 +258,14 @@ def test_set_changes_the_model_kind_of_a_file(write):
         load(path, ["model.kind=gpt", "model.f=0.5"])
 
 
+@pytest.mark.parametrize(("file", "given"), [("steps", "epochs"), ("epochs", "steps")])
+def test_set_changes_how_the_length_is_given(write, file: str, given: str):
+    train = load(write(f"[train]\n{file} = 9"), [f"train.{given}=3"]).train
+    assert getattr(train, given) == 3
+    with pytest.raises(ConfigError, match=r"train.epochs = 3 and train.steps = 3; give one"):
+        load(write(f"[train]\n{file} = 9"), ["train.epochs=3", "train.steps=3"])
+
+
 # Refused files: one line, with the place and what to do.
 
 

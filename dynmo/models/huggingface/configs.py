@@ -26,9 +26,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
         ConfigError: There is none, or dynmo cannot train its model.
     """
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no folder on this machine; download the model, and give its folder"
-        )
+        where = "on this machine" if folder.is_absolute() else f"in {Path.cwd()}"
+        raise ConfigError(f"{folder} is no folder {where}; download the model, and give its folder")
     if not (folder / "config.json").is_file():
         advice = "give the folder of a transformers model (download it first)"
         if (folder / "adapter_config.json").is_file():

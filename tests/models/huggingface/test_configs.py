@@ -65,7 +65,8 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -
 def test_adapters_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "it has adapters of peft; give the folder of their model" in refusal(tmp_path)
-    assert "is no folder on this machine" in refusal(tmp_path / "org/name")
+    assert "name is no folder on this machine; download the model" in refusal(tmp_path / "name")
+    assert f"org/name is no folder in {Path.cwd()}; download" in refusal(Path("org/name"))
 
 
 def test_weights_are_float32_whatever_the_config_says() -> None:
