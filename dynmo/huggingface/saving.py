@@ -99,11 +99,10 @@ def export_of(model: HuggingFaceModel, merge: bool, folder: Path) -> type[Export
     """Returns what writes a model: the adapters alone, if it has some and they are not merged."""
     if merge and model.lora is None:
         raise ConfigError("merge: the model has no adapters; leave it out")
-    is_own = model.folder is not None and folder.resolve() == model.folder.resolve()
-    if is_own and (merge or model.lora is None):
+    if merge and model.folder is not None and folder.resolve() == model.folder.resolve():
         raise ConfigError(
-            f"{folder} is the folder that the model was loaded from, whose weights would be lost; "
-            "give another one"
+            f"{folder} has the weights that the adapters were trained on, which would be lost; "
+            "give another folder"
         )
     if merge:
         from dynmo.huggingface.merged_export import MergedExport  # needs peft
