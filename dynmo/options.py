@@ -223,8 +223,8 @@ OWN = r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 def find_own(key: str, value: str) -> Callable[..., Any]:
     """Imports the function that `python:package.module:NAME` names.
 
-    What the user's code raises becomes a ConfigError that names `key` and `value`, but for dynmo's
-    own errors.
+    An exception of the user's code becomes a ConfigError that names `key` and `value`. Errors of
+    dynmo stay as they are.
 
     Raises:
         ConfigError: There is no such module, or nothing to call with this name in it.

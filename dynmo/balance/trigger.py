@@ -263,8 +263,8 @@ class RebalanceWatch:
     """Says when it is time to check whether a move pays, for `balance.every = "auto"`.
 
     It is time after some steps at first. It is time one step after the work changed, and again a
-    few steps later. It is also time when the imbalance (max / mean of the ranks' busy seconds) has
-    drifted by more than the share `drift` from its value after the last decision.
+    few steps later. It is also time when the imbalance has drifted by more than the share `drift`
+    since the last decision. The imbalance is max / mean of the ranks' busy seconds.
 
     The watch is fed with what all ranks know of a step, so all ranks find the same.
     """

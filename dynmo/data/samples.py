@@ -9,8 +9,8 @@
 A record of token ids may have `attention_mask` and `position_ids`, too, but no other sample.
 
 Labels are the ids. Those that the loss does not count are -100: with `answers_only` all but what an
-assistant says, and all but the completion. A row begins once, and ends once: what the tokenizer
-adds to a text is left out if the text has it, and nothing ends between prompt and completion.
+assistant says, and all but the completion. A row begins once, and ends once. What the tokenizer
+adds to a text is left out if the text has it. Nothing ends between prompt and completion.
 """
 
 from __future__ import annotations

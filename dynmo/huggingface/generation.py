@@ -48,8 +48,8 @@ def generate(
 
     All ranks call it together, with the same arguments. Every new token takes a forward over the
     whole sequence, so it is for a look at a model in training, not for serving. The ids are those
-    of transformers' `generate(do_sample=False)`. Of the generation config, only the ids of the end
-    and of padding count.
+    of transformers' `generate(do_sample=False)`. The generation config gives only the ids of the
+    end and of padding.
 
     Args:
         pipeline: The pipeline. Its model is one of `from_pretrained`.

@@ -32,7 +32,7 @@ def save_pretrained(
 ) -> None:
     """Saves the model of a pipeline in a folder that transformers loads.
 
-    Of a model with adapters, the adapters alone are saved, in a folder that peft loads.
+    If the model has adapters, only these are saved, in a folder that peft loads.
 
     All ranks call it together, and share the file system. Each rank of the pipeline writes its
     layers into a file of its own, one layer at a time. The folder gets the configs too, and the

@@ -32,8 +32,8 @@ _DEFAULT = DataOptions()
 class Loader:
     """The batches of a training from samples, one a step.
 
-    A batch follows from the data, the seed and the number of the step. So any ranks train on the
-    same batches, and a training goes on with the next sample wherever it stopped. All ranks
+    The data, the seed and the number of the step determine a batch. Any ranks therefore train on
+    the same batches, and a training goes on with the next sample wherever it stopped. All ranks
     iterate together. A rank that needs no batch gets None. The mesh of the pipeline may change.
 
     Args:

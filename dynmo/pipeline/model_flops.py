@@ -60,9 +60,9 @@ def peak_of(name: str, precision: str, tensor_float: bool = False) -> float | No
 class ModelFlops:
     """Counts the model FLOPs of batches.
 
-    They are those of a dense training step: 6 for each weight that a token is multiplied by, and
-    for causal attention 12 a layer, a channel and a pair of tokens over 2. Frozen, pruned and
-    skipped work counts like all other work, and recomputed work does not count (PaLM, appendix B).
+    They are those of a dense training step. A token has 6 for each weight that it is multiplied by.
+    Causal attention in a row of n tokens has 6 * n**2 for each layer and channel. Frozen, pruned
+    and skipped work counts like other work, and recomputed work does not (PaLM, appendix B).
     """
 
     def __init__(self, model: Model) -> None:

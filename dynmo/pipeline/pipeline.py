@@ -94,7 +94,7 @@ _DEFAULT = PipelineOptions(microbatches=1)
 
 @dataclass(frozen=True)
 class Account:
-    """What a pipeline has spent on changes, and what it has saved, so far.
+    """The time that a pipeline has spent on changes so far, and the work that it has saved.
 
     Attributes:
         measure_seconds: Seconds that measuring took on this rank.
@@ -743,7 +743,7 @@ class Pipeline:
 
     @property
     def token_shares(self) -> Mapping[str, TokenShares]:
-        """What each case has counted last, by its name, such as the load of experts.
+        """The last counts of each case by its name, such as the load of experts.
 
         Cases count at the start of the next step.
         """
@@ -774,7 +774,7 @@ class Pipeline:
 
     @property
     def needs_data(self) -> bool:
-        """Whether this rank holds the first or the last stage, and needs batches.
+        """True if this rank holds the first or the last stage, and so needs batches.
 
         `adapt` may change it, with `schedule="auto"` or another mesh.
         """

@@ -105,9 +105,9 @@ def v_shape(
 ) -> Schedule:
     """Make the shortest V within the memory that its name stands for.
 
-    zb-v    p activations of a whole rank, as 1F1B: next to no bubble if F = B = W
-    v-half  p / 2 + 1: half of 1F1B's memory, and still less bubble
-    v-min   p / 3 + 1: about the least memory with which the ranks can all be busy
+    zb-v    p activations of a whole rank, as 1F1B. Next to no bubble if F = B = W.
+    v-half  p / 2 + 1 activations, half of 1F1B's. Still less bubble than 1F1B.
+    v-min   p / 3 + 1 activations, about the fewest with which the ranks can all be busy.
     """
     check_stages(name, costs, microbatches, first_trainable)
     most = _MEMORY[name](len(costs.stages) // 2)
