@@ -29,6 +29,7 @@ from dynmo.files import check_regular
 from dynmo.options import find_own
 
 Record = Mapping[str, Any]
+_NESTED = ("messages", "conversations", "prompt", "completion", "tools")
 Source = str | Sequence[Record] | Callable[[], Iterable[Record]]
 
 
@@ -119,6 +120,23 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
+def without_absent(record: Record) -> Record:
+    """Returns a record without the keys of messages and tools that have no value.
+
+    Arrow gives each row the keys of all rows. A chat template would write them as null.
+    """
+    kinds = (list, Mapping)
+    nested = {key: _present(record[key]) for key in _NESTED if isinstance(record.get(key), kinds)}
+    return {**record, **nested} if nested else record
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {key: _present(each) for key, each in items if each is not None}
+    return [_present(each) for each in cast("list[Any]", value)] if type(value) is list else value
+
+
 def load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -194,7 +212,7 @@ class Parquet:
         group = bisect_right(self._starts, number) - 1
         try:
             row = self._group(group).slice(number - self._starts[group], 1)
-            return cast(Record, row.to_pylist()[0])
+            return without_absent(row.to_pylist()[0])
         except Exception as error:  # what pyarrow raises for a damaged page, or text not in UTF-8
             said = one_line(str(error)) or type(error).__name__
             raise BrokenSampleError(f"{self.place(number)}: cannot be read ({said})") from None
@@ -244,7 +262,7 @@ class OwnRecords:
         if not isinstance(record, Mapping):
             kind = type(record).__name__
             raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
-        return cast(Record, record)
+        return without_absent(cast(Record, record))
 
     def place(self, number: int) -> str:
         return f"{self._name}, item {number}"

@@ -23,7 +23,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dynmo.data.order import Numbers, permutation
-from dynmo.data.records import BrokenSampleError, Record, Source, digest_of, load_rows
+from dynmo.data.records import (
+    BrokenSampleError,
+    Record,
+    Source,
+    digest_of,
+    load_rows,
+    without_absent,
+)
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
 
@@ -101,7 +108,7 @@ class Stream:
         if not isinstance(record, Mapping):
             kind = type(record).__name__
             raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
-        return cast(Record, record)
+        return without_absent(cast(Record, record))
 
     def place(self, number: int) -> str:
         return self._find(number)[1]

@@ -105,6 +105,23 @@ def test_saved_dataset_of_hugging_face_is_read(tmp_path: Path) -> None:
         open_records(f"hf:{tmp_path}/nothing")
 
 
+def test_keys_that_arrow_adds_are_left_out(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def row(key: str) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": {key: ["x"]}}}
+        tools = [{"name": "f", "parameters": {"properties": {key: {"type": "array"}}}}]
+        return {"messages": [{"role": "assistant", "tool_calls": [call]}], "tools": tools}
+
+    rows = [row("one"), row("other")]
+    made = datasets.Dataset.from_list(rows)
+    made.to_parquet(str(tmp_path / "rows.parquet"))
+    assert made[0]["messages"][0]["tool_calls"][0]["function"]["arguments"]["other"] is None
+    for source in (f"parquet:{tmp_path / 'rows.parquet'}", made):
+        records = open_records(source)
+        assert [records[at] for at in range(2)] == rows
+
+
 class Squares:
     """Records that a program computes."""
 
