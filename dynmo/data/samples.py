@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from dynmo.data.answers import ChatTemplate
-from dynmo.data.conversations import Message, conversation_of, is_conversation
+from dynmo.data.conversations import Conversation, conversation_of, is_conversation
 from dynmo.data.labels import IGNORED
 from dynmo.data.options import AnswersOnly
 from dynmo.data.records import BrokenSampleError, Record
@@ -41,7 +41,7 @@ _KINDS = (
     ({"prompt", "completion"}, {"prompt", "completion", "tools"}),
     ({"text"}, {"text"}),
 )
-_MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+_MESSAGE_KEYS = {"role", "content", "name", "tool_call_id"}
 
 
 class Sample(NamedTuple):
@@ -179,9 +179,10 @@ class Encoder:
             keys = ", ".join(sorted(used))
             _logger.warning(f'{place}: nothing uses the key "{key}"; such a record has {keys}')
 
-    def _name_unused_of_messages(self, messages: list[Message], place: str) -> None:
-        keys = {key for message in messages for key in message} - _MESSAGE_KEYS - self._named
-        for key in sorted(keys):
+    def _name_unused_by_template(self, talk: Conversation, place: str) -> None:
+        keys = {key for message in talk.messages for key in message} - _MESSAGE_KEYS
+        keys |= {"tools"} if talk.tools else set()
+        for key in sorted(keys - self._named):
             self._named.add(key)
             if key not in self._template.source:
                 _logger.warning(f'{place}: the chat template does not use the key "{key}"')
@@ -223,7 +224,7 @@ class Encoder:
                 f"{place}: a content is a list of parts, which the chat template does not read; "
                 "give it as one text"
             )
-        self._name_unused_of_messages(talk.messages, place)
+        self._name_unused_by_template(talk, place)
         if not self.answers_only:
             ids = self._special.plain(text, self.longest)
             return Sample(ids, ids)

@@ -181,11 +181,14 @@ def test_contents_in_parts_are_read_or_refused(tokenizer: Any, written: str) -> 
 def test_keys_of_messages_that_nothing_uses_are_named_once(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    talk = {"messages": [TURNS[0], TURNS[1] | {"weight": 0, "name": "a"}]}
+    call = {"function": {"name": "f", "arguments": {}}}
+    answer = TURNS[1] | {"weight": 0, "name": "a", "tool_calls": [call]}
+    talk = {"messages": [TURNS[0], answer], "tools": [{"name": "f"}]}
     encoder = Encoder(tokenizer, 1000, VOCAB, answers_only=True)
     for _ in range(2):
         encoder.encode(talk, "a:1")
-    assert caplog.messages == ['a:1: the chat template does not use the key "weight"']
+    unused = ("tool_calls", "tools", "weight")
+    assert caplog.messages == [f'a:1: the chat template does not use the key "{x}"' for x in unused]
 
 
 def test_what_the_tokenizer_cannot_do_is_refused(tokenizer: Any) -> None:
