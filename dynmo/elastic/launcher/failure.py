@@ -71,6 +71,12 @@ def verdict(
             log = log_folder / f"rank-{rank}.log"
             failures[rank] = Failure(1, 1, f"rank {rank} {how_it_ended(ending, log, rank == 0)}")
     if failures:
+        if not asked and all(failure.weight > 1 for failure in failures.values()):
+            # The others have lost a rank that says nothing, such as one that a layer ended.
+            for rank, ending in endings.items():
+                if ending.code == 0 and rank not in reports:
+                    text = f"rank {rank} ended with status 0 before the run was over"
+                    failures[rank] = Failure(1, 1, f"{text}, as if a layer called os._exit")
         raise _error(failures)
     if not ended:
         return STOPPED if STOPPED in codes else 0

@@ -135,6 +135,11 @@ def raises(error: Exception) -> Script:
             RunError,
             "rank 2: AssertionError: it; the traceback is in {}/rank-2.log",
         ),
+        (
+            [raises(RankDied("a peer is gone")), ends(0)],
+            RunError,
+            "rank 1 ended with status 0 before the run was over, as if a layer called os._exit",
+        ),
         # Rank 2 hangs. Rank 1 waits for it, and rank 0 waits for rank 1.
         (
             [
@@ -147,7 +152,7 @@ def raises(error: Exception) -> Script:
         ),
         ([raises(ConfigError("the same\n on both"))] * 2, InputError, "the same on both"),
     ],
-    ids=["killed", "crashed", "exited", "cause", "hung", "input"],
+    ids=["killed", "crashed", "exited", "cause", "silent", "hung", "input"],
 )
 def test_cause_of_a_failure_is_told(
     tmp_path: Path, ranks: list[Script], kind: type[DynmoError], line: str
