@@ -276,7 +276,7 @@ class Dynamism(Protocol):
     def state(self) -> dict[str, Any]:
         """Returns the case's own state for checkpoints.
 
-        It is plain JSON, the same on every rank.
+        It is plain JSON, the same on every rank. All ranks call it together.
         """
         return {}
 
@@ -310,9 +310,7 @@ def checked(case: Dynamism, change: object, layers: int) -> Change | None:
         return None
     if not isinstance(change, Change):
         what = f"case {case.name!r}: act returned a {type(change).__name__}"
-        raise RunError(
-            f"{what}; return dynmo.dynamism.Change(layers, text), or None where nothing changed"
-        )
+        raise RunError(f"{what}; return dynmo.Change(layers, text), or None where nothing changed")
     outside = [index for index in change.layers if not 0 <= index < layers]
     if outside:
         raise RunError(

@@ -30,8 +30,10 @@ class Counts:
     """Numbers per layer, which add up until they are summed over the ranks."""
 
     def __init__(self, numbers: int) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._own: dict[int, Numbers | Tensor] = {}
+        # Sums that a checkpoint has, alike on all ranks.
+        self._saved: list[list[float]] = []
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
         for index, numbers in counted.items():
@@ -41,13 +43,34 @@ class Counts:
         self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False
     ) -> list[list[float]]:
         """Sums over the ranks, and begins anew. All ranks call it."""
-        table = torch.zeros(len(counting), self._numbers, dtype=torch.float64)
+        table = torch.zeros(len(counting), self.numbers, dtype=torch.float64)
         for place, index in enumerate(counting):
             if index in self._own:
                 table[place] = _on_host(self._own[index])
         self._own.clear()
         collective = layers.collective
-        return (collective.sum_all if all_replicas else collective.sum)(table, what).tolist()
+        (collective.sum_all if all_replicas else collective.sum)(table, what)
+        saved = torch.tensor(self._saved, dtype=torch.float64)
+        self._saved = []
+        return (table + saved if saved.shape == table.shape else table).tolist()
+
+    def save(
+        self, layers: Layers | None, take: Callable[[Layers], Sequence[int]], all_replicas: bool
+    ) -> list[list[float]]:
+        """Returns the sums so far, for a checkpoint, and goes on. All ranks call it.
+
+        Args:
+            layers: The model. None: no step was counted.
+            take: Asks this rank's layers for their counts. Returns the layers that count.
+            all_replicas: As in `total`.
+        """
+        if layers is not None:
+            self._saved = self.total(layers, take(layers), "counts to be saved", all_replicas)
+        return self._saved
+
+    def load(self, saved: list[list[float]]) -> None:
+        self._own.clear()
+        self._saved = saved
 
 
 def _sum(a: Numbers | Tensor, b: Numbers | Tensor) -> Numbers | Tensor:

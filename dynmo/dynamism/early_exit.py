@@ -26,11 +26,13 @@ class EarlyExitCase(Dynamism):
     def __init__(self, start: int, record_every: int) -> None:
         self._start, self._every = start, record_every
         self._on, self._counts = False, Counts(2)
+        self._layers: Layers | None = None
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         exits_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        self._layers = layers
         before, self._on = self._on, step >= self._start
         exits = exits_of(layers.modules)
         behind = range(exits[0], layers.count)
@@ -47,8 +49,8 @@ class EarlyExitCase(Dynamism):
         return step > self._start and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        exits = exits_of(layers.modules)
-        self._counts.add(counts_of(layers, exits, _counted))
+        self._layers = layers
+        exits = self._take(layers)
         if not self._records(step):
             return None
         rows = self._counts.total(layers, exits, "the tokens of every exit")
@@ -67,11 +69,21 @@ class EarlyExitCase(Dynamism):
         finally:
             _set_all(layers, exits, "exits", self._on)
 
+    def _take(self, layers: Layers) -> list[int]:
+        """Asks the layers for their counts."""
+        exits = exits_of(layers.modules)
+        self._counts.add(counts_of(layers, exits, _counted))
+        return exits
+
     def state(self) -> dict[str, Any]:
-        return {"on": self._on}
+        counts = self._counts.save(self._layers, self._take, all_replicas=False)
+        return {"on": self._on, "counts": counts}
 
     def load(self, state: dict[str, Any]) -> None:
         self._on = bool(state["on"])
+        if self._layers is not None:
+            self._take(self._layers)
+        self._counts.load(state.get("counts", []))
 
 
 def _counted(module: Any) -> tuple[int, int]:

@@ -43,14 +43,14 @@ class ExpertsCase(Dynamism):
     ) -> None:
         self._options, self._rate, self._ranks, self._most = options, bias_rate, ranks, most
         self._layers: Layers | None = None
+        # Tokens by replica of the group and by expert. The first counts begin anew at each record,
+        # the second at each decision.
+        self._recorded, self._by_source = Counts(0), Counts(0)
         self._count(experts)
 
     def _count(self, experts: int) -> None:
-        # Tokens by replica of the group and by expert. The first counts begin anew at each record,
-        # the second at each decision.
         self._experts = experts
-        self._recorded = Counts(experts * self._ranks)
-        self._by_source = Counts(experts * self._ranks)
+        self._recorded.numbers = self._by_source.numbers = experts * self._ranks
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         layers = experts_of(modules)
@@ -110,8 +110,8 @@ class ExpertsCase(Dynamism):
         return step > 0 and step % self._options.record_every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        indices = experts_of(layers.modules)
-        self._take(layers, indices)
+        self._layers = layers
+        indices = self._take_all(layers)
         if not self._records(step):
             return None
         rows = self._recorded.total(
@@ -144,6 +144,25 @@ class ExpertsCase(Dynamism):
         last = Counts(self._experts)
         last.add(self._take(layers, indices))
         self._move_biases(layers, indices, last)
+
+    def state(self) -> dict[str, Any]:
+        if self._ranks == 1:
+            return {"recorded": self._recorded.save(self._layers, self._take_all, False)}
+        return {
+            "recorded": self._recorded.save(self._layers, self._take_all, True),
+            "by_source": self._by_source.save(self._layers, self._take_all, True),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self._layers is not None:
+            self._take_all(self._layers)
+        self._recorded.load(state.get("recorded", []))
+        self._by_source.load(state.get("by_source", []))
+
+    def _take_all(self, layers: Layers) -> list[int]:
+        indices = experts_of(layers.modules)
+        self._take(layers, indices)
+        return indices
 
     def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
         """Asks this rank's layers for their counts. A layer without tokens is left out."""

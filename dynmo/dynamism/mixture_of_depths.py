@@ -25,11 +25,13 @@ class MixtureOfDepthsCase(Dynamism):
     def __init__(self, threshold_from: int | None, record_every: int) -> None:
         self._from, self._every = threshold_from, record_every
         self._by_threshold, self._counts = False, Counts(3)
+        self._layers: Layers | None = None
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         routed_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        self._layers = layers
         before, self._by_threshold = self._by_threshold, self._wanted(step)
         routed = routed_of(layers.modules)
         for index in routed:
@@ -52,8 +54,8 @@ class MixtureOfDepthsCase(Dynamism):
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        routed = routed_of(layers.modules)
-        self._counts.add(counts_of(layers, routed, _counted))
+        self._layers = layers
+        routed = self._take(layers)
         if not self._records(step):
             return None
         rows = self._counts.total(layers, routed, "the tokens of every router")
@@ -64,11 +66,21 @@ class MixtureOfDepthsCase(Dynamism):
         }
         return TokenShares(tuple(routed), shares)
 
+    def _take(self, layers: Layers) -> list[int]:
+        """Asks the layers for their counts."""
+        routed = routed_of(layers.modules)
+        self._counts.add(counts_of(layers, routed, _counted))
+        return routed
+
     def state(self) -> dict[str, Any]:
-        return {"by_threshold": self._by_threshold}
+        counts = self._counts.save(self._layers, self._take, all_replicas=False)
+        return {"by_threshold": self._by_threshold, "counts": counts}
 
     def load(self, state: dict[str, Any]) -> None:
         self._by_threshold = bool(state["by_threshold"])
+        if self._layers is not None:
+            self._take(self._layers)
+        self._counts.load(state.get("counts", []))
 
 
 def _router(module: nn.Module) -> Any:

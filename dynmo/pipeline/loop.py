@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ class Loop:
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = step if joined else None
         self._adapted: int | None = None  # the step before which changes were made
+        self._placed: int | None = None  # and before which ranks and layers were
         self._started: dict[int, _Started] = {}  # steps without a result yet
         self._ready: list[StepResult] = []  # results that were not returned yet
         self._begin = time.perf_counter()
@@ -134,27 +136,46 @@ class Loop:
         if self._adapted == step:
             return ()
         results = self.drain() if self._must_drain(step) else ()
+        if self._placed != step:
+            self.rebalancer.records.clear()
+            if step != self._joins_at:
+                self._collect(step)
+                if self.elastic is not None:
+                    self._resize(self.elastic, step)
+                    if self.left:
+                        self._adapted = step
+                        return results
+            self._reshape(step)
+            if self.rebalancer.is_due(step):
+                self.consider()
+            self._placed = step
+        self._act(step)
         self._adapted = step
-        self.rebalancer.records.clear()
-        if step != self._joins_at:
+        self._begin = time.perf_counter()
+        return results
+
+    def _collect(self, step: int) -> None:
+        with self._all_cases(step):
             for case, shares in self.cases.collect(step):
                 self.token_shares[case.name] = shares
                 self.emit(TokensEvent(step, case.name, shares.layers, shares.shares))
-            if self.elastic is not None:
-                self._resize(self.elastic, step)
-                if self.left:
-                    return results
-        self._reshape(step)
-        if self.rebalancer.is_due(step):
-            self.consider()
-        for case, change in self.cases.act(step):
-            self.emit(self.rebalancer.on_workload_change(step))
-            self._keep_trace()
-            own = case.name not in {each.name for each in self.options.cases}
-            options = {} if own else change.options
-            self.emit(ChangeEvent(step, case.name, change.layers, change.what, options))
-        self._begin = time.perf_counter()
-        return results
+
+    def _act(self, step: int) -> None:
+        with self._all_cases(step):
+            for case, change in self.cases.act(step):
+                self.emit(self.rebalancer.on_workload_change(step))
+                self._keep_trace()
+                own = case.name not in {each.name for each in self.options.cases}
+                options = {} if own else change.options
+                self.emit(ChangeEvent(step, case.name, change.layers, change.what, options))
+
+    @contextmanager
+    def _all_cases(self, step: int) -> Generator[None]:
+        """Has all ranks raise the error of a case on one of them. The next call tries it again."""
+        with self._engine.attempt():
+            yield
+            if any(case.acts(step) for case in self.cases.all):
+                self._engine.store.world.barrier("the cases to act")
 
     def _must_drain(self, step: int) -> bool:
         """Returns True if something may change or read the model before this step."""
@@ -299,7 +320,6 @@ class Loop:
         self._engine.store.world.end_setup()
         step, started = record.step, self._started.pop(record.step)
         self.loss = record.loss
-        self.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
         if self.tracer is not None:
             self.tracer.observe(step, record.step_output.intervals)
         self.emit(self.rebalancer.observe(step, started.seconds, record.busy))
@@ -316,6 +336,8 @@ class Loop:
             )
         if self.elastic is not None:
             self.elastic.hear(record.flags)
+        # Last, so that the ranks agree on the step whatever a case raises.
+        self.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
         return result
 
     def _step_event(self, result: StepResult, record: StepRecord) -> StepEvent:

@@ -969,17 +969,18 @@ class Pipeline:
             "shape": list(engine.store.layout.shape),
             "reference": None if loop.elastic is None else loop.elastic.reference,
         }
-        saved = save_engine(
-            engine,
-            Path(folder),
-            self.steps,
-            keep,
-            self._cases,
-            loss=loop.loss,
-            moves=loop.rebalancer.moves,
-            extra=state,
-            best=best,
-        )
+        with engine.attempt():
+            saved = save_engine(
+                engine,
+                Path(folder),
+                self.steps,
+                keep,
+                self._cases,
+                loss=loop.loss,
+                moves=loop.rebalancer.moves,
+                extra=state,
+                best=best,
+            )
         path = str(saved.path)
         loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
         return saved.path

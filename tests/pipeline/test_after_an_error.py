@@ -128,6 +128,80 @@ def test_any_call_works_after_any_error(
     assert len({error for each in told for error in each["errors"] if "ValueError" in error}) == 5
 
 
+class Failing(dynmo.Dynamism):
+    """A case that fails on one rank, and freezes a layer."""
+
+    name = "failing"
+
+    def __init__(self, world: dynmo.World) -> None:
+        self.rank, self.last = world.rank, world.rank == world.size - 1
+
+    def act(self, step: int, layers: Any) -> Any:
+        self.fail("act")
+        layers.collective.sum(torch.ones(1), "something of the case")
+        if step < 3 or 0 in layers.frozen:
+            return None
+        layers.freeze([0])
+        return dynmo.Change((0,), "froze the first")
+
+    def collect(self, step: int, layers: Any) -> None:
+        self.fail("collect")
+
+    def observe(self, signals: Any) -> None:
+        self.fail("observe")
+
+    def state(self) -> dict[str, Any]:
+        self.fail("state")
+        return {}
+
+    def fail(self, how: str) -> None:
+        if broken == how and self.last:
+            raise ValueError("the user's own")
+
+
+def with_a_case(
+    world: dynmo.World, options: dict[str, Any], hows: list[str], folder: str
+) -> dict[str, Any]:
+    global broken
+    case = Failing(world)
+    pipeline, _ = made(world, {"cases": [case], **options})
+    errors, losses = list[str](), list[float]()
+    for number, broken in enumerate(hows):
+        where = "/proc/none" if broken == "folder" and case.last else folder
+        try:
+            if broken in ("state", "folder"):
+                pipeline.save(where)
+            else:
+                pipeline.step(*batch(pipeline, number))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        broken = ""
+        if pipeline.steps == number:
+            losses.append(pipeline.step(*batch(pipeline, number)).loss)
+    pipeline.save(folder)
+    return {"errors": errors, "told": [pipeline.steps, pipeline.digest()]}
+
+
+@pytest.mark.parametrize("options", [{}, {"post_validation": True}])
+def test_error_of_a_case_or_of_a_save_is_raised_on_all_ranks(
+    pool: Pool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def run(ranks: int, hows: list[str]) -> list[Any]:
+        folder = str(tmp_path / f"{ranks}")
+        job = HERE + "with_a_case"
+        return pool.run(job, ranks, options=options, hows=hows, folder=folder)
+
+    hows = ["act", "state", "collect", "folder", "act", "observe"]
+    (right,) = run(1, [""] * len(hows))
+    peer, own = run(2, hows)
+    assert peer["told"] == own["told"] == right["told"]
+    assert len(peer["errors"]) == len(hows) - 1
+    assert len(own["errors"]) == len(hows)
+    told = "PeerFailed: rank 1: ValueError: the user's own"
+    assert [error[: len(told)] for error in peer["errors"] if "/" not in error] == [told] * 4
+    assert "in act of case 'failing' at step 0" in peer["errors"][0]
+
+
 def notes_of(world: dynmo.World, how: str) -> str:
     """What the ranks are told of an error."""
     global broken
