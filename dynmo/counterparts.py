@@ -62,6 +62,8 @@ fp16 | train.precision = "float16" | Pipeline(precision="float16") | with float3
 dtype torch_dtype | train.precision | Pipeline(precision=) | the type that layers compute in
 gradient_checkpointing activation_checkpointing | train.recompute = "auto" |
   Pipeline(recompute="auto") | as many layers as the memory limit needs; all recomputes every layer
+attn_implementation flash_attention flash_attn | | | attention is the default of
+  transformers, sdpa
 torch_compile | train.compile = true | Pipeline(compile=True) | off by default
 use_liger_kernel liger_fused_linear_cross_entropy | train.head_tokens | Pipeline(head_tokens=) |
   logits of so many tokens exist at once
@@ -77,7 +79,7 @@ train_dataset dataset datasets dataset_name | data.source | Loader(source=) | a 
   dataset that is on this machine
 eval_dataset test_datasets val_set_size | data.held_out | Loader(held_out=) | a share of the data,
   or a source of its own
-data_seed | seed | Loader(seed=) | one seed for weights, data and dropout
+seed data_seed | seed | Loader(seed=) | one seed for weights, data and dropout
 eval_steps eval_strategy evals_per_epoch | train.eval_every | Pipeline.evaluate(inputs=) | steps
   between two evaluations
 save_steps save_strategy saves_per_epoch | checkpoint.every | Pipeline.save(folder=) | steps
@@ -96,7 +98,7 @@ resume_from_checkpoint auto_resume_from_checkpoints | dynmo train --resume | Pip
   goes on from the newest checkpoint
 load_in_4bit load_in_8bit quantization_config | | | weights are not quantized; more ranks
   (parallel.pipeline) hold a larger model
-model_name_or_path base_model pretrained_model_name_or_path | model.path |
+model_name_or_path name_or_path base_model pretrained_model_name_or_path | model.path |
   huggingface.from_pretrained(source=) | a folder on this machine, with model.kind = "hf"
 peft_config use_peft adapter | model.lora | huggingface.from_pretrained(lora=) | adapters of peft
 lora_r lora_rank | model.lora.r | huggingface.from_pretrained(lora=) | r of peft.LoraConfig
@@ -105,6 +107,8 @@ lora_dropout | model.lora.dropout | huggingface.from_pretrained(lora=) | lora_dr
   peft.LoraConfig
 lora_target_modules target_modules lora_target_linear | model.lora.targets |
   huggingface.from_pretrained(lora=) | target_modules of peft.LoraConfig
+use_rslora use_dora modules_to_save lora_modules_to_save init_lora_weights | |
+  huggingface.from_pretrained(lora=) | an option of peft.LoraConfig, in Python alone
 merge_lora merge_and_unload | dynmo checkpoint export --merge | huggingface.save_pretrained(merge=)
   | adapters become a part of the weights
 compute_loss_func loss_func loss_type | train.loss | huggingface.from_pretrained(loss=) | a

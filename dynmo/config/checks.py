@@ -86,13 +86,18 @@ def _pipeline(config: Config) -> Iterator[str]:
     yield from problems(config.options, config.layer_count, config.model)
 
 
-def _evaluation(config: Config) -> Iterator[str]:
+def _data(config: Config) -> Iterator[str]:
     for key, is_set in (
         ("train.patience", config.train.patience is not None),
         ("checkpoint.keep_best", config.checkpoint.keep_best),
     ):
         if is_set and not config.train.eval_every:
             yield f"{key} needs held-out losses; set train.eval_every"
+    if config.data.batching == "packed" and config.train.micro_batch == 1:
+        yield (
+            'data.batching = "packed" packs nothing with train.micro_batch = 1, one sample in each '
+            "microbatch; use 2 or more"
+        )
     if config.train.eval_every and config.data.held_out == 0:
         yield "train.eval_every needs held-out data; leave out data.held_out = 0, or give a share"
 
@@ -134,7 +139,7 @@ _RULES: tuple[Rule, ...] = (
     _batch,
     _pipeline,
     _experts,
-    _evaluation,
+    _data,
     _cases,
     _output_cache,
 )

@@ -208,6 +208,8 @@ def test_bad_values_are_refused(key, value, hint):
          ["parallel.expert = 2", 'dynamism.freezing.policy = "egeria"']),
         ([*SPREAD, FREEZING, "dynamism.freezing.cache_bytes=1"],
          ["parallel.expert = 2", "dynamism.freezing.cache_bytes"]),
+        (["model.kind=hf", "data.source=jsonl:a", "data.batching=packed", "train.micro_batch=1"],
+         ['data.batching = "packed"', "train.micro_batch = 1", "use 2 or more"]),
         (["model.kind=moe", "train.compile=true"], ["train.compile = true", 'model.kind = "moe"']),
     ],
 )  # fmt: skip

@@ -158,6 +158,8 @@ def _saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 def _refusal(error: Exception, model: nn.Module | None = None) -> ConfigError:
     text = (str(error).strip().splitlines() or [""])[0]
+    if "layers_to_transform" in text:
+        return ConfigError(f"lora: {text} Blocks have numbers from 0 on.")
     if model is not None and "not found in the base model" in text:
         linear = nn.Linear | Conv1D
         there = {name for name, each in model.named_modules() if isinstance(each, linear)}
@@ -172,6 +174,10 @@ def lora_config(options: LoraOptions) -> LoraConfig:
         ConfigError: peft refuses it.
     """
     targets = options.targets
+    if options.layers and isinstance(targets, str):
+        raise ConfigError(
+            'model.lora.layers needs model.lora.targets by name, such as ["q_proj", "v_proj"]'
+        )
     try:
         return LoraConfig(
             r=options.r,

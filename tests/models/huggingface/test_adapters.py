@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapter_names import base_name, is_adapter
-from dynmo.models.huggingface.adapters import Adapters
+from dynmo.models.huggingface.adapters import Adapters, lora_config
 from dynmo.models.huggingface.model import from_pretrained
+from dynmo.models.options import LoraOptions
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.adapter_jobs import STEPS, adamw, lora, model_of
 from tests.models.huggingface.small import make_batch
@@ -102,6 +103,7 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     ("options", "message"),
     [
         ({"target_modules": ["nothing"]}, "nothing.* linears are down_proj, gate_proj, k_proj"),
+        ({"layers_to_transform": [9]}, r"'layers_to_transform': \[9\]. Blocks have numbers from 0"),
         ({"init_lora_weights": "lora_ga"}, "lora.init_lora_weights = 'lora_ga'"),
     ],
 )
@@ -110,6 +112,11 @@ def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: 
     with pytest.raises(ConfigError, match=message) as caught:
         from_pretrained(config("llama"), lora=LoraConfig(**given))
     assert "\n" not in str(caught.value)
+
+
+def test_layers_need_targets_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model.lora.layers needs model.lora.targets by name"):
+        lora_config(LoraOptions(layers=(1,)))
 
 
 def test_adapter_that_nothing_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
