@@ -218,6 +218,13 @@ def check_loss(where: str, loss: object, layers: Sequence[object]) -> None:
                 raise ConfigError(f"{where}: the loss and {_shared_generator(index, path)}")
 
 
+def _shared(first: int, index: int, what: str) -> str:
+    return (
+        f"layers {first} and {index} share the {what}; layers that may sit on different ranks "
+        "cannot share one, so give each its own"
+    )
+
+
 def _shared_generator(index: int, path: str) -> str:
     return (
         f"layer {index} ({path}) draw from one torch.Generator, whose order would depend on the "
@@ -235,16 +242,18 @@ def _problems(layers: Sequence[nn.Module]) -> Iterator[str]:
         for path, generator in generators_of(layer).items():
             if (first := drawn.setdefault(id(generator), index)) != index:
                 yield f"layer {first} and {_shared_generator(index, path)}"
+        for path, part in layer.named_modules():
+            first = owner.setdefault(id(part), (index, path))[0]
+            later = [name for name, buffer in part._buffers.items() if buffer is None]
+            if first != index and later and not type(part).__module__.startswith("torch."):
+                yield _shared(first, index, f"buffer {path}.{later[0]}".replace(" .", " "))
         for what, name, tensor in named_tensors(layer):
             yield from _tensor_problems(f"the {what} {name} of layer {index}", tensor)
             first, other = owner.setdefault(id(tensor), (index, name))
             if first != index and what == "parameter":
                 tied.append(((first, other), (index, name)))
             elif first != index:
-                yield (
-                    f"layers {first} and {index} share the {what} {name}; layers that may sit on "
-                    "different ranks cannot share one, so give each its own"
-                )
+                yield _shared(first, index, f"{what} {name}")
             elif other != name:
                 yield (
                     f"layer {index} has one {what} under two names, {other} and {name}; a layer "

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 import dynmo
 
 ROWS, SEQUENCE, WIDTH = 2, 3, 8
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def sgd_of(names: dict[str, Any]) -> partial[torch.optim.SGD]:
+    """A sum over all elements has larger gradients. It would diverge, and any last digit count."""
+    lr = 0.001 if getattr(names["loss"], "reduction", "") == "sum" else 0.05
+    return partial(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
 def batch_of(case: dict[str, Any], step: int) -> dict[str, Tensor]:
@@ -48,7 +53,7 @@ class Plain:
         for (owner, weight), (user, own) in self._case["tied"]:
             setattr(self.layers[user], own, getattr(self.layers[owner], weight))
         self.model = nn.ModuleList(self.layers)
-        self.optimizer = SGD(self.model.parameters())
+        self.optimizer = sgd_of(self._names)(self.model.parameters())
 
     def _losses(self, step: int) -> list[Tensor]:
         count = self._case["options"]["microbatches"]
@@ -158,7 +163,11 @@ class Pipelined:
         tied: Any = [tuple(map(tuple, pair)) for pair in self._case["tied"]]
         model = dynmo.Sequential(self.layers, self._names["loss"], tied=tied)
         self.pipeline = dynmo.Pipeline(
-            model, self._world, optimizer=SGD, balance="none", **self._case["options"]
+            model,
+            self._world,
+            optimizer=sgd_of(self._names),
+            balance="none",
+            **self._case["options"],
         )
 
     def _batch(self, number: int) -> Any:

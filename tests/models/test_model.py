@@ -130,6 +130,7 @@ def test_initial_weights_do_not_depend_on_the_placement(model: Any) -> None:
     ("name", "match"),
     [
         ("sharing", r"layers 1 and 2 share the parameter line\.weight"),
+        ("sharing_later", r"layers 1 and 2 share the buffer last; .*, so give each its own"),
         ("sharing_inside", r"layer 1 has one parameter under two names, a\.weight and b\.weight"),
         ("hooked", "the parameter weight of layer 1 has a hook"),
         ("no_list", r"no_list\(\) must return a list"),

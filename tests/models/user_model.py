@@ -124,6 +124,19 @@ def sharing() -> list[nn.Module]:
     return built
 
 
+class Remembers(nn.Module):
+    """Its forward may fill the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", None)
+
+
+def sharing_later() -> list[nn.Module]:
+    last = Remembers()
+    return [nn.Embedding(256, 8), last, last, nn.Linear(8, 256)]
+
+
 class Aliased(nn.Module):
     def __init__(self) -> None:
         super().__init__()

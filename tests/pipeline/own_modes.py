@@ -93,3 +93,17 @@ def cached(world: dynmo.World, cache: str) -> list[float]:
             pipeline.modules[0].eval()
         losses.append(pipeline.step(*batch(0), keys=list(range(MICROBATCHES))).loss)
     return losses
+
+
+def rates(world: dynmo.World) -> list[float]:
+    """Changes the dropout of layer 2 where it is, and moves it there and back."""
+    pipeline = make(world, layers(), balance="none", schedule="1f1b")
+    losses = list[float]()
+    for step, (rate, partition) in enumerate([(0.1, [1, 4]), (0.3, [4, 1]), (0.5, [1, 4])]):
+        losses.append(pipeline.step(*batch(step)).loss)
+        if (layer := pipeline.modules.get(2)) is not None:
+            dropout: Any = layer.get_submodule("dropout.0")
+            dropout.p = rate
+        if world.size > 1:
+            pipeline.move(partition)
+    return [*losses, pipeline.step(*batch(3)).loss]

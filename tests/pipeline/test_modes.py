@@ -40,6 +40,10 @@ def test_modes_hold_over_moves_and_resumes(pool: Pool, tmp_path: Path) -> None:
         assert told[0]["evaluated"] == pytest.approx(whole["evaluated"], rel=1e-12)
 
 
+def test_numbers_of_modules_hold_over_moves(pool: Pool) -> None:
+    assert pool.run(JOBS + "rates", 2) == pool.run(JOBS + "rates", 1) * 2
+
+
 def test_model_in_evaluation_mode_trains_without_dropout(world: dynmo.World) -> None:
     """It has the bits of a model without dropout, and trains like plain torch."""
     made, without, plain = layers(), layers(rate=0.0), nn.Sequential(*layers()).eval()

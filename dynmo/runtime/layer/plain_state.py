@@ -1,8 +1,8 @@
 """Plain attributes of modules, such as a counter: neither parameters nor buffers.
 
-They do not move with a layer, no checkpoint has them, and a forward that runs again finds them
-changed. Many are harmless: a cached mask, or the last attention map. `Layer.forward` refuses those
-that change the layer's output.
+Only numbers and strings move with a layer. No checkpoint has them, and a forward that runs again
+finds them changed. Many are harmless: a cached mask, or the last attention map. `Layer.forward`
+refuses those that change the layer's output.
 """
 
 from __future__ import annotations
@@ -16,6 +16,28 @@ from dynmo.runtime.layer.buffers import has_same_bits
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set)
+
+Scalar = bool | int | float | str | None
+Scalars = dict[str, dict[str, Scalar]]
+"""Numbers and strings that the modules of a layer have as attributes, by module and name."""
+
+
+def scalars_of(module: nn.Module) -> Scalars:
+    """Returns those of a user's modules, such as `p` of a dropout, which a loop may change."""
+    return {
+        prefix: {
+            name: value
+            for name, value in vars(part).items()
+            if name not in _OF_TORCH and type(value) in (bool, int, float, str, type(None))
+        }
+        for prefix, part in module.named_modules()
+        if not type(part).__module__.startswith("dynmo.")
+    }
+
+
+def set_scalars(module: nn.Module, scalars: Scalars) -> None:
+    for prefix, part in module.named_modules():
+        vars(part).update(scalars.get(prefix, {}))
 
 
 class PlainState:

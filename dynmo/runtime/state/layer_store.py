@@ -38,6 +38,7 @@ from dynmo.runtime.layer.census import follow_hooks, hooks_of
 from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
+from dynmo.runtime.layer.plain_state import set_scalars
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.reads import kept_aside, others_of
 from dynmo.runtime.layer.split_backward import Layer
@@ -411,6 +412,7 @@ class LayerStore:
         """Puts an arrival into its module. Returns the optimizer's state."""
         module = self.modules[arrival.layer]
         set_modes(module, arrival.evaluating)
+        set_scalars(module, arrival.scalars)
         return fill(module, arrival.tensors, arrival.flags)
 
     def empty(self) -> None:

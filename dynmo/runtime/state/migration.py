@@ -1,9 +1,9 @@
 """Moves layers between ranks.
 
-A layer has weights, gradients, optimizer state, buffers, frozen flags and modes of its modules. A
-migration moves all layers or none. Everything is received beside the live model first. Layers
-change hands only when every rank has all of its new layers. Random state does not travel: streams
-are keyed by the layer's global index (`kernels/seeds.py`).
+A layer has weights, gradients, optimizer state, buffers and frozen flags. Its modules have modes,
+numbers and strings. A migration moves all layers or none. Everything is received beside the live
+model first. Layers change hands only when every rank has all of its new layers. Random state does
+not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 
     for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target
                                      (the target allocates memory)
@@ -38,6 +38,7 @@ from dynmo.runtime.comm.headers import (
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.census import hooks_of
 from dynmo.runtime.layer.modes import evaluating_parts
+from dynmo.runtime.layer.plain_state import Scalars, scalars_of
 from dynmo.runtime.state.base_weights import BaseWeights
 
 
@@ -55,16 +56,19 @@ class TensorRecord(BaseModel):
 class Manifest(BaseModel):
     """List of the tensors of one layer, in the order in which the source sends them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
     layer: int
     tensors: list[TensorRecord]
     evaluating: list[str] = []
     hooks: list[str] = []
+    scalars: Scalars = {}
     base: BaseWeights | None = None
 
     def text(self) -> str:
         """Returns JSON, which earlier versions of dynmo read if all modules train."""
-        unset = {name for name in ("evaluating", "hooks", "base") if not getattr(self, name)}
+        unset = {
+            name for name in ("evaluating", "hooks", "scalars", "base") if not getattr(self, name)
+        }
         return self.model_dump_json(exclude=unset)
 
     @property
@@ -144,6 +148,7 @@ class Arrival:
         flags: requires_grad of each parameter.
         evaluating: Modules in evaluation mode.
         hooks: Names of hooks (`hooks_of`).
+        scalars: Attributes of its modules.
     """
 
     layer: int
@@ -151,6 +156,7 @@ class Arrival:
     flags: dict[str, bool]
     evaluating: list[str]
     hooks: list[str]
+    scalars: Scalars
 
 
 @dataclass(frozen=True)
@@ -265,7 +271,8 @@ def pack(
 ) -> tuple[bytes, list[Tensor]]:
     """Returns a layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
-    manifest = describe(layer, module, tensors).model_copy(update={"hooks": hooks_of(module)})
+    beside = {"hooks": hooks_of(module), "scalars": scalars_of(module)}
+    manifest = describe(layer, module, tensors).model_copy(update=beside)
     text = manifest.text().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]
 
@@ -315,7 +322,9 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
     names = [(r.section, r.name) for r in manifest.tensors]
     tensors = dict(zip(names, room_for(spec, device), strict=True))
-    return Arrival(move.layer, tensors, manifest.flags, manifest.evaluating, manifest.hooks)
+    return Arrival(
+        move.layer, tensors, manifest.flags, manifest.evaluating, manifest.hooks, manifest.scalars
+    )
 
 
 def _send(
