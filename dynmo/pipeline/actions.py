@@ -33,6 +33,7 @@ from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import check_partition
 from dynmo.runtime.engine.profiler import measure_links
+from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
 from dynmo.runtime.state.reshape import Holders, holders, transfers
 
@@ -86,7 +87,7 @@ class Actions:
         Raises:
             PartitionError: There is no such layer, or none would train.
         """
-        frozen = self._pending.final.frozen
+        frozen = self._shared_flags()
         self._check_layers(layers)
         before, after = frozen.first_trainable, frozen.first_trainable_after(layers)
         if after is None:
@@ -98,12 +99,17 @@ class Actions:
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had."""
-        frozen = self._pending.final.frozen
+        frozen = self._shared_flags()
         self._check_layers(layers)
         before = frozen.first_trainable
         self._schedule_keeper.forget()  # costs of layers that train again are not measured yet
         frozen.thaw(layers)
         self.on_workload_change({*layers, *range(frozen.first_trainable, before + 1)})
+
+    def _shared_flags(self) -> Frozen:
+        store = self._pending.final
+        store.share_flags()
+        return store.frozen
 
     def _check_layers(self, layers: Collection[int]) -> None:
         count = self._store.model.layers
@@ -153,7 +159,6 @@ class Actions:
             partial(store.moved, layout, plan),
         )
         store.tied.join()
-        store.share_flags()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
         if layout.stage_ranks != before.stage_ranks:

@@ -332,6 +332,22 @@ def test_layer_that_the_loop_freezes_moves(pool: Pool) -> None:
     assert pool.run(HERE + "frozen", 2) == [alone] * 2
 
 
+def frozen_twice(world: dynmo.World) -> list[float]:
+    """Freezes layer 1 as plain torch does, and layer 0 by a call."""
+    pipeline = make(world, four(), schedule="1f1b")
+    losses = [pipeline.step(X, Y).loss]
+    if 1 in pipeline.modules:
+        pipeline.modules[1].requires_grad_(False)
+    pipeline.freeze([0])
+    losses.append(pipeline.step(X, Y).loss)
+    pipeline.unfreeze([0])
+    return [*losses, pipeline.step(X, Y).loss]
+
+
+def test_layers_that_the_loop_freezes_join_the_frozen_prefix(pool: Pool) -> None:
+    assert pool.run(HERE + "frozen_twice", 2) == pool.run(HERE + "frozen_twice", 1) * 2
+
+
 def pruned(world: dynmo.World) -> str:
     pipeline = make(world, four())
     if 1 in pipeline.modules:
