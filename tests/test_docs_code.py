@@ -174,7 +174,7 @@ def test_loader_example_saves_its_position(folder: Path, small_llama: Path) -> N
     namespace: dict[str, Any] = {}
     exec(block(HOW_TO / "own-data.md", "python", "# loader"), namespace)
     assert namespace["loader"].state_dict()["step"] == namespace["loader"].steps == 16
-    assert (folder / "saved" / "step-000010").is_dir()
+    assert (folder / "saved" / "step-000016").is_dir()
 
 
 def test_learning_rate_example_falls_to_zero(folder: Path) -> None:
