@@ -159,6 +159,7 @@ class Actions:
             partial(store.moved, layout, plan),
         )
         store.tied.join()
+        store.share_flags()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
         if layout.stage_ranks != before.stage_ranks:
@@ -208,6 +209,7 @@ class Actions:
         migration = exchange(
             everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, adopt
         )
+        store.share_flags()
         self._profiler.forget(move.layer for move in plan)
         self._schedule_keeper.reshaped(measure_links(store.world, layout.pairs))
         self._on_recompute_change(before.recomputed ^ layout.recomputed)

@@ -69,7 +69,6 @@ class Programs:
         """
         if self._training is None:
             store, keeper = self._store, self._schedule_keeper
-            store.share_flags()
             schedule = keeper.agreed() if schedule is None else schedule
             schedule = fold(schedule) if store.layout.sliced else schedule
             self._training = self._execute(
