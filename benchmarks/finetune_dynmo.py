@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -120,7 +120,7 @@ def balanced(side: OwnSide) -> Partition:
     options = PipelineOptions(
         microbatches=layout.microbatches,
         pipeline=layout.ranks,
-        schedule=keeper.on(side.cut).name,
+        schedule=cast(Any, keeper.on(side.cut).name),
     )
     return propose(gather(options, side.engine, side.costs, step=0))
 

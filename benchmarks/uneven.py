@@ -129,7 +129,7 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
     return chosen, targets[chosen]
 
 
-def _request(name: str, pipeline: Engine, layers: tuple[LayerCost, ...]) -> BalanceRequest:
+def _request(name: Any, pipeline: Engine, layers: tuple[LayerCost, ...]) -> BalanceRequest:
     layout = pipeline.store.layout
     options = PipelineOptions(
         microbatches=layout.microbatches, pipeline=layout.ranks, schedule=name

@@ -14,7 +14,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeAlias, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    cast,
+    dataclass_transform,
+    get_args,
+)
 
 from pydantic import (
     AfterValidator,
@@ -44,16 +54,19 @@ ENDLESS = LARGEST // 2
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 class _OneLine(ModelMetaclass):
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        if args:
-            raise ConfigError(f"dynmo.{cls.__name__} takes its options by name, like lr=1e-3")
-        try:
-            return super().__call__(*args, **options)
-        except ValidationError as error:
-            problem = problems_of(error, options)[0]
-            name = vars(cls).get("of", cls.__name__)
-            raise ConfigError(one_line(f"dynmo.{name}: {problem.text}")) from None
+    if not TYPE_CHECKING:  # type checkers look at the options instead
+
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            if args:
+                raise ConfigError(f"dynmo.{cls.__name__} takes its options by name, like lr=1e-3")
+            try:
+                return super().__call__(*args, **options)
+            except ValidationError as error:
+                problem = problems_of(error, options)[0]
+                name = vars(cls).get("of", cls.__name__)
+                raise ConfigError(one_line(f"dynmo.{name}: {problem.text}")) from None
 
 
 class Options(BaseModel, metaclass=_OneLine):
@@ -295,7 +308,17 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # TOML has lists only, and strict pydantic takes no list for a tuple. Tuples (frozen, hashable) are
 # therefore lax. Their items are not.
 Lax = Field(strict=False)
-Bytes: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_check_memory)]
+# Type checkers see what a user may give: any sequence, and a size such as "2GiB".
+if TYPE_CHECKING:
+    Listed = Sequence
+    Bytes: TypeAlias = int | str
+else:
+
+    class Listed:
+        def __class_getitem__(cls, item: Any) -> Any:
+            return Annotated[tuple[item, ...], Lax]
+
+    Bytes = Annotated[int, Field(ge=0), BeforeValidator(_check_memory)]
 MemoryLimit: TypeAlias = Annotated[
     Annotated[int, Field(ge=1)] | Annotated[tuple[Annotated[int, Field(ge=1)], ...], Lax] | None,
     BeforeValidator(_check_limits),

@@ -27,3 +27,17 @@ def mistakes(model: dynmo.Model, world: dynmo.World, pipeline: dynmo.Pipeline) -
         loss_scale="auto",  # pyright: ignore[reportArgumentType]
         recompute="some",  # pyright: ignore[reportArgumentType]
     )
+
+
+def mistakes_in_options() -> None:
+    dynmo.AdamW(lrr=1e-3)  # pyright: ignore[reportCallIssue]
+    dynmo.SGD(1e-3)  # pyright: ignore[reportCallIssue]
+    dynmo.AdamW(lr="fast")  # pyright: ignore[reportArgumentType]
+    dynmo.Freezing(schedul=[[10, 5]])  # pyright: ignore[reportCallIssue]
+    dynmo.LearningRate(decay="cos")  # pyright: ignore[reportArgumentType]
+    dynmo.ModelOptions(hiden=3)  # pyright: ignore[reportCallIssue]
+    # What is right: lists, and sizes with a unit.
+    dynmo.AdamW(betas=[0.9, 0.95])
+    dynmo.Freezing(schedule=[[10, 5]], cache_bytes="2GiB")
+    dynmo.Elastic(reshape_at=[[8, 2, 1]])
+    dynmo.EarlyExit(exits=[0, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from dynmo.options import OWN, Count, Lax, NonNegative, Options, written
+from dynmo.options import OWN, Count, Listed, NonNegative, Options, written
 
 BalancerName: TypeAlias = Literal["none", "uniform", "exact", "diffusion"]
 BALANCERS: tuple[BalancerName, ...] = get_args(BalancerName)
@@ -21,7 +21,7 @@ class Balance(Options):
     every: Literal["auto"] | Count = "auto"
     """Steps between two decisions, or `auto`: decide when the work or the imbalance of the ranks
     has changed."""
-    initial: Annotated[tuple[Count, ...] | None, Lax] = None
+    initial: Listed[Count] | None = None
     """First placement: number of layers on each stage. Not set: as even as possible."""
     margin: NonNegative = 1.0
     """A move must save this many times the seconds that it takes."""

@@ -28,7 +28,7 @@ class ScheduledFreezing(Dynamism):
 
     name = "freezing"
 
-    def __init__(self, schedule: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, schedule: Sequence[Sequence[int]]) -> None:
         self._schedule = tuple(schedule)
 
     def check(self, modules: Sequence[nn.Module]) -> None:

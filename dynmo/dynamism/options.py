@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -20,6 +20,7 @@ from dynmo.options import (
     Bytes,
     Count,
     Lax,
+    Listed,
     NonNegative,
     Options,
     Share,
@@ -41,14 +42,18 @@ def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
 
 Shape: TypeAlias = Annotated[str, written(r"[1-9]\d*x[1-9]\d*", "rows x columns, like 256x1024")]
 DenseBelow: TypeAlias = Literal["auto", "measured"] | Share | dict[Shape, Share]
-Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
+Blocks: TypeAlias = Listed[Whole]
 # Values that change at given steps. The steps ascend.
-FrozenAt: TypeAlias = Annotated[
-    tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)
-]
-BlocksAt: TypeAlias = Annotated[
-    tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(check_ascending)
-]
+if TYPE_CHECKING:
+    FrozenAt: TypeAlias = Sequence[Sequence[int]]
+    BlocksAt: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+else:
+    FrozenAt = Annotated[
+        tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)
+    ]
+    BlocksAt = Annotated[
+        tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(check_ascending)
+    ]
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,7 @@ class SparseAttention(CaseOptions):
     """Pairs that are computed: those in one hash bucket, or those that a random drop leaves."""
     start: Whole = 0
     """Step from which on attention is sparse."""
-    blocks: Annotated[tuple[Whole, ...] | None, Lax] = None
+    blocks: Listed[Whole] | None = None
     """Indices of the blocks that are sparse from `start` on. Not set: all blocks."""
     schedule: BlocksAt = ()
     """`[[step, [block, ...]], ...]`: from each step on, these blocks are sparse and the others
@@ -382,7 +387,7 @@ class EarlyExit(CaseOptions):
     threshold: Share | None = None
     """A token exits when its confidence is over this. Not set: 0.9 for `calm`, 0.998 for
     `adp-c`."""
-    exits: Annotated[tuple[Whole, ...] | None, Lax] = None
+    exits: Listed[Whole] | None = None
     """Blocks after which an exit head stands. Not set: at a third and two thirds of the depth."""
     start: Whole | None = None
     """Step from which tokens exit. Before it, exits only learn. Not set: after 30 % of the run."""
@@ -399,7 +404,7 @@ class EarlyExit(CaseOptions):
     def exits_of(self, blocks: int) -> tuple[int, ...]:
         """The blocks after which an exit head stands."""
         if self.exits is not None:
-            return self.exits
+            return tuple(self.exits)
         thirds = (-(-third * blocks // 3) - 1 for third in (1, 2))
         return tuple(sorted({block for block in thirds if 0 <= block < blocks - 1}))
 

@@ -29,7 +29,7 @@ from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.kernels.shared_qk import SparseAttention
 
-Blocks = tuple[int, ...] | None
+Blocks = Sequence[int] | None
 """Indices of blocks. None means all."""
 
 

@@ -8,10 +8,20 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dynmo.balance.meshes import nearest_divisors
-from dynmo.options import OWN, BelowOne, Count, Lax, NonNegative, Options, Positive, Whole, written
+from dynmo.options import (
+    OWN,
+    BelowOne,
+    Count,
+    Listed,
+    NonNegative,
+    Options,
+    Positive,
+    Whole,
+    written,
+)
 
 OneTime: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
-Seconds: TypeAlias = OneTime | Annotated[tuple[OneTime, ...], Lax]
+Seconds: TypeAlias = OneTime | Listed[OneTime]
 
 # Keys of [model] that only one kind has. All kinds have the others.
 _OF_GPT = ("blocks", "hidden", "heads", "dropout", "tied", "init_std")
@@ -49,10 +59,10 @@ class LoraOptions(Options):
     """Width of an adapter."""
     alpha: Count = 32
     """An adapter's output counts `alpha / r` times."""
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Lax] = "all-linear"
+    targets: Literal["all-linear"] | Listed[str] = "all-linear"
     """Names of the linears that get adapters, such as `["q_proj", "v_proj"]`. `all-linear` is all
     but the output layer."""
-    layers: Annotated[tuple[Whole, ...], Lax] = ()
+    layers: Listed[Whole] = ()
     """Blocks whose linears get adapters. Empty means all. Needs `targets` by name."""
     dropout: BelowOne = 0.0
     """Probability that an adapter's input is dropped."""
@@ -116,7 +126,7 @@ class ModelOptions(Options):
     """Seconds of W, the gradient of the weights. One number for all layers, or one per layer."""
     bytes: Count = 65536
     """Bytes of a message between two stages of the emulated model."""
-    speeds: Annotated[tuple[Positive, ...], Lax] = ()
+    speeds: Listed[Positive] = ()
     """Speed of each process that emulates layers. Not set: all are 1. One of 0.5 takes twice the
     seconds."""
     path: str = ""

@@ -70,7 +70,7 @@ def make_engine(
             seed=options.seed,
             compiles=options.compile,
             head_tokens=options.head_tokens,
-            cache_bytes=0 if freezing is None else freezing.cache_bytes,
+            cache_bytes=0 if freezing is None else int(freezing.cache_bytes),
         ),
         replicas=ReplicaOptions(
             accumulation_groups=options.accumulation_groups,

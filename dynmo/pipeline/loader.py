@@ -97,10 +97,9 @@ class Loader:
         held_out: float | Source | None = _DEFAULT.held_out,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        is_option = held_out is None or isinstance(held_out, float | int | str)
         self._own_source = None if isinstance(held_out, float | int) else held_out
         self._options = DataOptions(
-            held_out=held_out if is_option else None,
+            held_out=held_out if isinstance(held_out, float | int | str) else None,
             shuffle=shuffle,
             batching=batching,
             answers_only=answers_only,

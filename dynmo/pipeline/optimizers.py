@@ -39,7 +39,7 @@ def settings_of(options: PipelineOptions) -> Settings:
         return OptimizerSettings(
             "adamw",
             optimizer.weight_decay,
-            optimizer.betas,
+            (optimizer.betas[0], optimizer.betas[1]),
             optimizer.eps,
             lr=optimizer.lr,
             groups=groups,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -52,6 +52,10 @@ LossScale: TypeAlias = (
     | Annotated[float, Field(ge=1, le=2**64), AfterValidator(_check_power_of_two)]
     | None
 )
+if TYPE_CHECKING:
+    Betas: TypeAlias = Sequence[float]
+else:
+    Betas = Annotated[tuple[BelowOne, BelowOne], Lax]
 Recompute: TypeAlias = (
     Literal["none", "all", "auto"] | Annotated[tuple[Whole, ...], Lax, AfterValidator(_ascending)]
 )
@@ -169,7 +173,7 @@ class AdamW(Options):
     """Peak learning rate."""
     weight_decay: NonNegative = 0.01
     """Weight decay of the optimizer."""
-    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """AdamW's two decay rates."""
     eps: Positive = 1e-8
     """AdamW's epsilon."""

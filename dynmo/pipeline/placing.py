@@ -31,7 +31,7 @@ def first_partition(
     ranks = options.pipeline if pipeline is None else pipeline
     if initial is None or ranks != options.pipeline or len(initial) != ranks * chunks:
         return uniform(layers, ranks * chunks)
-    return Partition(initial)
+    return Partition(tuple(initial))
 
 
 def first_schedule(

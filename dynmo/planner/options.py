@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator
 
-from dynmo.options import OWN, Count, Lax, NonNegative, Options, Timeout, check_ascending, written
+from dynmo.options import (
+    OWN,
+    Count,
+    Lax,
+    Listed,
+    NonNegative,
+    Options,
+    Timeout,
+    check_ascending,
+    written,
+)
 
-ShapesAt: TypeAlias = Annotated[
-    tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(check_ascending)
-]
+if TYPE_CHECKING:
+    ShapesAt: TypeAlias = Sequence[Sequence[int]]
+else:
+    Shape = Annotated[tuple[Count, Count, Count], Lax]
+    ShapesAt = Annotated[tuple[Shape, ...], Lax, AfterValidator(check_ascending)]
 
 
 class Elastic(Options):
@@ -41,14 +53,14 @@ class Elastic(Options):
     releaser: Literal["auto", "none", "command", "kubernetes"] = "auto"
     """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,
     and `none` otherwise."""
-    release_command: Annotated[tuple[str, ...], Lax] = ()
+    release_command: Listed[str] = ()
     """With `releaser = "command"`: program and arguments that give ranks back."""
-    grow_command: Annotated[tuple[str, ...], Lax] = ()
+    grow_command: Listed[str] = ()
     """With `releaser = "command"`: program and arguments that start `dynmo train --join`."""
     park: bool = False
     """Whether ranks that leave wait, without tensors, until they are called back. If not, their
     processes end."""
-    job_options: Annotated[tuple[str, ...], Lax] = ()
+    job_options: Listed[str] = ()
     """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
     join_timeout: Timeout = 60.0
     """Seconds that the run waits for ranks that it needs. It then goes on without them."""

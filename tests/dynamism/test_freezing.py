@@ -139,7 +139,7 @@ def test_autofreeze_ignores_steps_skipped_by_overflow() -> None:
 
 
 @pytest.mark.parametrize("unit", ["half", "block"])
-def test_state_of_another_policy_is_ignored(unit: str) -> None:
+def test_state_of_another_policy_is_ignored(unit: Any) -> None:
     case = AutoFreeze(1, 0, 2, unit)
     fresh = case.state()
     names = ("readings", "first_slopes", "stale", "referenced")
