@@ -108,7 +108,8 @@ class Actions:
 
     def _shared_flags(self) -> Frozen:
         store = self._pending.final
-        store.share_flags()
+        if store.layers:  # a newcomer is still alone
+            store.share_flags()
         return store.frozen
 
     def _check_layers(self, layers: Collection[int]) -> None:
