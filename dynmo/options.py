@@ -158,6 +158,9 @@ def _explain(place: tuple[str | int, ...], alternatives: list[ErrorDetails]) -> 
 def _what(problem: ErrorDetails) -> str:
     if problem["type"] == "value_error":
         return str(problem.get("ctx", {})["error"])
+    given = problem["input"]
+    if problem["type"] == "int_type" and isinstance(given, float) and 0 < given < 1:
+        return "must be a whole number, not a share"  # such as transformers' warmup_ratio
     return _SAY.get(problem["type"]) or problem["msg"].replace("Input should be", "must be")
 
 

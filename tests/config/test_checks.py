@@ -38,6 +38,7 @@ SPREAD = ("model.kind=moe", "parallel.replicas=2", "parallel.expert=2")
         ("train.recompute", "2", "list"),
         ("train.global_batch", "3000000000", "less than or equal"),
         ("train.eps", "0", "greater than 0"),
+        ("train.warmup", "0.03", "a whole number, not a share"),
         ("parallel.zero", "2", "less than or equal to 1"),
         ("parallel.timeout", "inf", "finite"),
         ("pipeline.schedule", "zb-h3", "'zb-h1', 'zb-h2', 'interleaved-1f1b'"),

@@ -215,7 +215,7 @@ def from_pretrained(  # noqa: PLR0913
         ),
         inputs=INPUTS,
         gaps=True,
-        check=check_rows,
+        check=partial(check_rows, vocab=text.vocab_size),
         count=None if is_sum(loss) else count_labels,
         config=config,
         structure=structure,

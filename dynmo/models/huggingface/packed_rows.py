@@ -1,4 +1,4 @@
-"""Rejects packed rows that have an attention mask.
+"""Rejects ids that a model lacks, and packed rows that have an attention mask.
 
 A packed row holds several samples. Its position ids start again with each sample. transformers
 separates the samples only if the batch has no mask. It reads every nonzero number of a mask as 1,
@@ -13,18 +13,28 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import InputError
+from dynmo.options import LARGEST
 
 
-def check_rows(batch: Mapping[str, Tensor], where: str) -> None:
-    """Checks mask and position ids of a batch.
+def check_rows(batch: Mapping[str, Tensor], where: str, vocab: int = LARGEST) -> None:
+    """Checks ids, mask and position ids of a batch.
 
     Args:
         batch: Tensors by name.
         where: What the message names.
+        vocab: Number of tokens of the model. Ids on a GPU are not looked at.
 
     Raises:
-        InputError: The mask numbers samples, or the position ids of a row start again beside it.
+        InputError: The model has no such id, the mask numbers samples, or the position ids of a
+            row start again beside it.
     """
+    ids = batch.get("input_ids")
+    if ids is not None and ids.numel() and ids.device.type == "cpu":
+        wrong = ids[(ids < 0) | (ids >= vocab)]
+        if len(wrong):
+            raise InputError(
+                f"input_ids of {where} has {int(wrong[0])}; the model has tokens 0 to {vocab - 1}"
+            )
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is None or mask.dim() != 2:
         return

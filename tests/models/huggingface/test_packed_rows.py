@@ -46,6 +46,16 @@ def test_mask_of_several_samples_is_refused_before_the_step(
         assert pipeline.steps == 0
 
 
+@pytest.mark.parametrize("wrong", [5000, -1])
+def test_ids_that_the_model_lacks_are_refused_before_the_step(wrong: int) -> None:
+    with dynmo.init(device="cpu") as world:
+        pipeline = dynmo.Pipeline(model_of(), world, microbatches=1)
+        ids = torch.tensor([[1, wrong, 2]])
+        with pytest.raises(InputError, match=rf"input_ids of the batch has {wrong}; the model has"):
+            pipeline.step({"input_ids": ids, "labels": ids.clamp(0, 1)})
+        assert pipeline.steps == 0
+
+
 @pytest.mark.parametrize(
     ("mask", "positions"),
     [
