@@ -58,7 +58,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is of another model.
-        ConfigError: `folder` is the one that the model was loaded from.
+        ConfigError: A merged model would replace the weights that it comes from.
         InputError: `folder` is a file.
         RunError: The folder cannot be written. Its files are as before.
     """

@@ -48,7 +48,7 @@ def save_pretrained(
 
     Raises:
         ConfigError: The model is not one of transformers, there is no such type, the adapters
-            cannot be merged, or `folder` is the one that the model was loaded from.
+            cannot be merged, or a merged model would replace the weights that it comes from.
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
