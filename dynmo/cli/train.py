@@ -228,10 +228,9 @@ def _print_summary(folder: Path, has_trained: bool) -> None:
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
     ended = summary.reason if has_trained else "nothing trained"
-    print(
-        f"{ended}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/\n"
-        f"trace: open {folder}/trace.json at ui.perfetto.dev"
-    )
+    print(f"{ended}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/")
+    if (folder / "trace.json").exists():
+        print(f"trace: open {folder}/trace.json at ui.perfetto.dev")
 
 
 # -- a process that joins --------------------------------------------------------------------------

@@ -171,6 +171,7 @@ def init(
 
 
 def _closed_at_exit(world: comm.World) -> comm.World:
+    world.is_of_loop = True
     atexit.register(world.close, failed=True)
     report_uncaught(world)
     return world

@@ -8,6 +8,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from dynmo.pipeline.argument_names import arguments_named
+from dynmo.runtime.comm.world import World
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -15,14 +18,17 @@ T = TypeVar("T")
 def in_own_modes(method: Callable[P, T]) -> Callable[P, T]:
     """Runs a method as without `no_grad` and `inference_mode` around it.
 
-    Autocast stays on. It keeps casts of weights until it ends, but a step changes the weights.
+    In a loop of one's own, an error names arguments in place of a file's keys. Autocast stays on.
+    It keeps casts of weights until it ends, but a step changes the weights.
     """
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         torch.clear_autocast_cache()
+        values = *args, *kwargs.values(), getattr(args[0], "_world", None)
+        world = next((each for each in values if isinstance(each, World)), None)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with arguments_named(world), torch.inference_mode(False), torch.enable_grad():
                 return method(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()

@@ -152,7 +152,7 @@ def test_adamw_of_torch_goes_on_from_dynmos_and_another_is_refused(
     second.step(*batch(1))
     assert second.steps == 2
     second.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"train.optimizer = 'adamw', this one has 'adagrad'"):
+    with pytest.raises(CheckpointError, match=r"optimizer = 'adamw', this one has 'adagrad'"):
         make(world, "adagrad", resume=tmp_path)
 
 

@@ -289,7 +289,7 @@ def test_replicas_may_pass_different_batches(pool: Pool) -> None:
         ),
         ({"learning_rate": 1e-3}, r"give dynmo.LearningRate\(.*, and the peak to the optimizer"),
         ({"world": None}, r"world is an object of NoneType; give what dynmo.init\(\) returns"),
-        ({"balance": dynmo.Balance(initial=(2, 2))}, r"balance.initial has 2 entries, .* = 1"),
+        ({"balance": dynmo.Balance(initial=(2, 2))}, r"Balance.initial has 2 entries, .* = 1"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(

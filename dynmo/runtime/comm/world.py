@@ -138,6 +138,8 @@ class World:
     )
     home: dist.Store | None = field(default=None, repr=False, compare=False)
     is_outside: bool = field(default=False, repr=False, compare=False)
+    # Whether `dynmo.init` made it, for a loop of one's own.
+    is_of_loop: bool = field(default=False, repr=False, compare=False)
     # The error of a rank that gave up, as it told it.
     _told: str | None = field(default=None, repr=False, compare=False)
     # Why the ranks cannot go on, after an error.
