@@ -39,7 +39,7 @@ class JobFailed(Exception):
 
 
 class PoolLost(JobFailed):
-    """A rank died or did not answer. The pool serves no more jobs."""
+    """A rank died or did not answer. The next job gets new ranks."""
 
 
 class Pool:
@@ -49,6 +49,11 @@ class Pool:
     """
 
     def __init__(self, size: int, log: Path | None = None) -> None:
+        self._size, self._log = size, log
+        self._start()
+
+    def _start(self) -> None:
+        size, log = self._size, self._log
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
         self._generation = 0
         self._ready = 0
@@ -87,6 +92,8 @@ class Pool:
         Returns:
             The result of each rank, from JSON.
         """
+        if not self._ranks:
+            self._start()
         while self._ready < ranks:
             self._reply(self._ranks[self._ready], time.monotonic() + IMPORTS)
             self._ready += 1
@@ -112,8 +119,9 @@ class Pool:
         line = json.dumps(job) + "\n"
         for process in self._ranks[:ranks]:
             assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it died, which `_reply` says
+                process.stdin.write(line)
+                process.stdin.flush()
         return [self._reply(process, time.monotonic() + seconds) for process in self._ranks[:ranks]]
 
     def _reply(self, process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
@@ -128,7 +136,9 @@ class Pool:
                 raise PoolLost("a rank did not answer in time; the pool was ended")
         line = process.stdout.readline()
         if not line:
-            raise PoolLost(f"a rank of the pool died (status {process.wait()})")
+            status = process.wait()
+            self.close()
+            raise PoolLost(f"a rank of the pool died (status {status})")
         return json.loads(line)
 
     def close(self) -> None:
@@ -138,6 +148,7 @@ class Pool:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+        self._ranks = []
         self._folder.cleanup()
 
 

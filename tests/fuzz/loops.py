@@ -270,8 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 difference = run_case(pool, case)
             except JobFailed as error:
                 difference = str(error)
-                pool.close()
-                pool = Pool(RANKS, Path(folder, "stderr"))
+                pool.close()  # the next case gets new ranks
             if difference is not None:
                 failed += 1
                 print(f"case {number}: {difference}\n    {case}", flush=True)

@@ -250,18 +250,13 @@ def script_of(case: Tables) -> str:
 
 
 class Runner:
-    """Runs cases on ranks that live on. Replaces those that hang."""
+    """Runs cases on ranks that live on."""
 
     def __init__(self, folder: Path) -> None:
-        self._log = folder / "stderr"
-        self._pool = Pool(RANKS, self._log)
+        self._pool = Pool(RANKS, folder / "stderr")
 
     def run(self, case: Tables) -> Outcome:
-        outcome = run_case(self._pool, case)
-        if "hang or crash" in outcome.what:
-            self._pool.close()
-            self._pool = Pool(RANKS, self._log)
-        return outcome
+        return run_case(self._pool, case)
 
     def close(self) -> None:
         self._pool.close()
