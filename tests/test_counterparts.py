@@ -60,6 +60,14 @@ def test_an_unknown_argument_gets_the_advice() -> None:
         dynmo.Pipeline(None, None, **unknown)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^Loader has no gradient_accumulation_steps; "):
         dynmo.Loader(None, [], **unknown)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^init has no ddp_timeout; use init\(timeout=\)"):
+        dynmo.init(ddp_timeout=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^Sequential has no compute_loss_func; "):
+        dynmo.Sequential([], compute_loss_func=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^save_pretrained has no merge_and_unload; "):
+        dynmo.huggingface.save_pretrained(merge_and_unload=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^generate has no max_length; "):
+        dynmo.huggingface.generate(max_length=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"learning_rate = 1: .*; use AdamW\(lr=\)"):
         dynmo.AdamW(learning_rate=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unheard"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from dynmo.counterparts import names_checked
 from dynmo.data.tokenizer import SpecialTokens, has_tokenizer
 from dynmo.errors import ConfigError, InputError, one_line
 from dynmo.huggingface.saving import transformers_model
@@ -35,6 +36,7 @@ def generate(
 ) -> str: ...
 
 
+@names_checked
 @in_own_modes
 def generate(
     pipeline: Pipeline,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dynmo.counterparts import names_checked
 from dynmo.errors import ConfigError
 from dynmo.huggingface.export import Export
 from dynmo.huggingface.saved_form import type_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dynmo.huggingface.adapter_export import AdapterExport
 
 
+@names_checked
 def save_pretrained(
     pipeline: Pipeline,
     folder: str | Path,

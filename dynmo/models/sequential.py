@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynmo.counterparts import names_checked
 from dynmo.errors import ConfigError
 from dynmo.kernels.deferral import uninstall
 from dynmo.models.copies import without_memory
@@ -77,6 +78,7 @@ class Sequential(Model):
 
     were_used: bool
 
+    @names_checked
     def __init__(
         self,
         layers: Sequence[nn.Module] | Sequence[Factory] | nn.Sequential,

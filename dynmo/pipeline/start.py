@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dynmo.counterparts import names_checked
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.files import write_whole
@@ -63,6 +64,7 @@ class World(Protocol):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
+@names_checked
 def init(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
