@@ -430,7 +430,9 @@ def _spectrum(parts: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def _branch(parts: nn.ModuleDict, x: Tensor) -> Tensor:
-    return parts["first"](x) if float(x.detach().sum()) > 0 else parts["second"](x)
+    # After a norm the sum of all is 0 but for rounding.
+    chosen = "first" if float(x.detach()[..., 0].sum()) > 0 else "second"
+    return parts[chosen](x)
 
 
 def _mlp(dropout: float = 0.0) -> nn.Sequential:
