@@ -31,8 +31,7 @@ class DataOptions(Options):
     makes microbatches alike in cost. `packed` also puts several samples in a row."""
     held_out: Annotated[float, Field(ge=0, lt=1)] | SourceName | None = None
     """What evaluations read, and training does not: a share of the data, or a source of its own, in
-    the words of `source`. 0 holds out nothing. Without it a twentieth is held out, at most 1024
-    sequences or samples."""
+    the words of `source`. 0 holds out nothing. Without it a twentieth is, at most 1024."""
     answers_only: AnswersOnly = False
     """Whether the loss of samples counts what an assistant says, and completions, alone. `last`
     counts the last answer of each conversation."""
