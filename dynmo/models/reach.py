@@ -86,7 +86,9 @@ class _Search:
         for prefix, part in parts:
             # A module of dynmo follows a change of its parameters. torch's hooks compute `x` from
             # `x_orig` before each forward.
-            follows = self._own and type(part).__module__.startswith("dynmo.")
+            follows = self._own and any(
+                each.__module__.startswith("dynmo.") for each in type(part).__mro__
+            )
             for name, value in vars(part).items():
                 if name in _OF_TORCH or (follows and name.startswith("_")):
                     continue

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import dynmo
 from dynmo.errors import ConfigError
+from dynmo.kernels.split import SplitLinear
 from dynmo.runtime.layer.reads import kept_aside
 from tests.pipeline.test_own_kinds import MSE, SGD, X, Y, make, plain
 from tests.pool import Pool
@@ -172,9 +173,17 @@ def calls_itself() -> nn.Module:
     return module
 
 
+def derived() -> nn.Module:
+    """A class over one of dynmo's, which follows a change of its weights by itself."""
+    module: Any = type("Derived", (SplitLinear,), {})(8, 8)
+    module._copies = {0: module.weight}
+    return module
+
+
 @pytest.mark.parametrize(
     "layer",
     [
+        derived(),
         nn.LSTM(8, 8),
         nn.utils.spectral_norm(nn.Linear(8, 8)),
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
