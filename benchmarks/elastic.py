@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.harness import train
 from benchmarks.output import markdown, parser_of, run, show
-from dynmo.dynamism.case import Change, Dynamism, Layers
+from dynmo.pipeline.case import Change, Dynamism, Layers
 
 ROOT = Path(__file__).parents[1]
 STEPS, DOWN, UP = 30, 8, 16

@@ -34,10 +34,10 @@ from benchmarks.expert_loads import Counts, draw_counts
 from benchmarks.experts import BLOCKS, SKEWS, compare
 from benchmarks.experts import table as gains_table
 from benchmarks.output import add_number, markdown, parser_of, run
+from dynmo.cases.experts.case import experts_of
 from dynmo.config import parse
-from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
-from dynmo.dynamism.experts import experts_of
 from dynmo.events import EvalEvent, Event, TokensEvent
+from dynmo.pipeline.case import Change, Dynamism, Layers, TokenShares
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer

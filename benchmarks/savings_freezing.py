@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.harness import alternate, bound_of, elapsed, medians
 from benchmarks.output import main
 from benchmarks.savings_pruning import half
-from dynmo.dynamism.egeria import plasticity, quantised, relations
+from dynmo.cases.freezing.egeria import plasticity, quantised, relations
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer

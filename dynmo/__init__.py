@@ -20,18 +20,14 @@ if TYPE_CHECKING:
     from dynmo import huggingface as huggingface
     from dynmo.balance.options import Balance as Balance
     from dynmo.balance.partition import Partition as Partition
+    from dynmo.cases.early_exit import EarlyExit as EarlyExit
+    from dynmo.cases.experts import Experts as Experts
+    from dynmo.cases.freezing import Freezing as Freezing
+    from dynmo.cases.mixture_of_depths import MixtureOfDepths as MixtureOfDepths
+    from dynmo.cases.pruning import Pruning as Pruning
+    from dynmo.cases.sparse_attention import SparseAttention as SparseAttention
     from dynmo.cost.layer_cost import Forecast as Forecast
     from dynmo.cost.layer_cost import LayerCost as LayerCost
-    from dynmo.dynamism.case import Change as Change
-    from dynmo.dynamism.case import Dynamism as Dynamism
-    from dynmo.dynamism.case import Layers as Layers
-    from dynmo.dynamism.case import Signals as Signals
-    from dynmo.dynamism.options import EarlyExit as EarlyExit
-    from dynmo.dynamism.options import Experts as Experts
-    from dynmo.dynamism.options import Freezing as Freezing
-    from dynmo.dynamism.options import MixtureOfDepths as MixtureOfDepths
-    from dynmo.dynamism.options import Pruning as Pruning
-    from dynmo.dynamism.options import SparseAttention as SparseAttention
     from dynmo.errors import DynmoError as DynmoError
     from dynmo.kernels.deferral import register_split as register_split
     from dynmo.metrics import Csv as Csv
@@ -42,6 +38,10 @@ if TYPE_CHECKING:
     from dynmo.models.options import ModelOptions as ModelOptions
     from dynmo.models.registry import load_model as load_model
     from dynmo.models.sequential import Sequential as Sequential
+    from dynmo.pipeline.case import Change as Change
+    from dynmo.pipeline.case import Dynamism as Dynamism
+    from dynmo.pipeline.case import Layers as Layers
+    from dynmo.pipeline.case import Signals as Signals
     from dynmo.pipeline.dry_run import RunPlan as RunPlan
     from dynmo.pipeline.dry_run import dry_run as dry_run
     from dynmo.pipeline.loader import Loader as Loader
@@ -60,31 +60,31 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdamW": "dynmo.pipeline.options",
     "Balance": "dynmo.balance.options",
-    "Change": "dynmo.dynamism.case",
+    "Change": "dynmo.pipeline.case",
     "Csv": "dynmo.metrics",
-    "Dynamism": "dynmo.dynamism.case",
+    "Dynamism": "dynmo.pipeline.case",
     "DynmoError": "dynmo.errors",
-    "EarlyExit": "dynmo.dynamism.options",
+    "EarlyExit": "dynmo.cases.early_exit",
     "Elastic": "dynmo.planner.options",
-    "Experts": "dynmo.dynamism.options",
+    "Experts": "dynmo.cases.experts",
     "Forecast": "dynmo.cost.layer_cost",
-    "Freezing": "dynmo.dynamism.options",
+    "Freezing": "dynmo.cases.freezing",
     "LayerCost": "dynmo.cost.layer_cost",
-    "Layers": "dynmo.dynamism.case",
+    "Layers": "dynmo.pipeline.case",
     "LearningRate": "dynmo.pipeline.options",
     "Loader": "dynmo.pipeline.loader",
-    "MixtureOfDepths": "dynmo.dynamism.options",
+    "MixtureOfDepths": "dynmo.cases.mixture_of_depths",
     "Model": "dynmo.models.model",
     "ModelOptions": "dynmo.models.options",
     "Partition": "dynmo.balance.partition",
     "Pipeline": "dynmo.pipeline.pipeline",
     "PipelineOptions": "dynmo.pipeline.options",
-    "Pruning": "dynmo.dynamism.options",
+    "Pruning": "dynmo.cases.pruning",
     "RunPlan": "dynmo.pipeline.dry_run",
     "SGD": "dynmo.pipeline.options",
     "Sequential": "dynmo.models.sequential",
-    "Signals": "dynmo.dynamism.case",
-    "SparseAttention": "dynmo.dynamism.options",
+    "Signals": "dynmo.pipeline.case",
+    "SparseAttention": "dynmo.cases.sparse_attention",
     "StepResult": "dynmo.pipeline.step_result",
     "TensorBoard": "dynmo.metrics",
     "WandB": "dynmo.metrics",

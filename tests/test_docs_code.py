@@ -24,7 +24,6 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, uniform_costs
-from dynmo.dynamism import options as case_options
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
@@ -340,12 +339,13 @@ def test_contributed_balancer_balances() -> None:
 
 
 def test_contributed_case_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = contributed(case_options, "dynamism/options.py")["FreezeFront"]
-    monkeypatch.setattr(case_options, "FreezeFront", options, raising=False)
-    monkeypatch.setitem(case_options.CASES, "freeze_front", options)
-    case = ModuleType("freeze_front")
-    vars(case).update(contributed(None, "dynamism/freeze_front.py"))
-    monkeypatch.setitem(sys.modules, "dynmo.dynamism.freeze_front", case)
+    folder = "dynmo.cases.freeze_front"
+    for name in ("options", "case"):
+        module = ModuleType(f"{folder}.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(module).update(contributed(None, f"cases/freeze_front/{name}.py"))
+    options = sys.modules[f"{folder}.options"].FreezeFront
+    options.__module__ = f"{folder}.options"
     with dynmo.init(device="cpu") as world:
         layers = [nn.Linear(4, 4) for _ in range(3)]
         model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)

@@ -197,7 +197,7 @@ def cached(
     wanted["data"] = {"source": f"file:{data}", "shuffle": "batches"}
     own = ["thawing:Thawing", "own_case:LayerDrop"]
     freezing = {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}
-    cases = ["freezing", *(f"python:tests.dynamism.{case}" for case in own)]
+    cases = ["freezing", *(f"python:tests.cases.{case}" for case in own)]
     wanted["dynamism"] = {"cases": cases, "freezing": freezing}
     return with_sections(wanted, sections)
 

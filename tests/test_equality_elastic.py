@@ -186,7 +186,7 @@ def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
         "parallel": {"pipeline": 4},
         "balance": {"every": "auto"},
         "elastic": {"repack": True, "park": True, "tolerance": 0.2},
-        "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
+        "dynamism": {"cases": ["python:tests.cases.breathing:Breathing"]},
     }
     events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     changes = sizes(events)

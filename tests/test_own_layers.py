@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dynmo.cases.freezing.egeria import plasticity, quantised, relations
 from dynmo.config import parse
-from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.errors import ConfigError
 from dynmo.train.setup import model_of
 from tests.models.odd_layers import Shared

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 
 from dynmo.balance.meshes import nearest_divisors
+from dynmo.cases.freezing import Freezing
 from dynmo.config.sections import Config
-from dynmo.dynamism.options import Freezing
 from dynmo.pipeline.option_checks import problems
 
 Rule = Callable[[Config], Iterator[str]]

@@ -12,10 +12,12 @@ import tomli_w
 from pydantic import AfterValidator, Field, create_model, model_serializer, model_validator
 
 from dynmo.balance.options import Balance
+from dynmo.cases import CASES
+from dynmo.cases.early_exit import EarlyExit
 from dynmo.data.options import DataOptions, SourceName
-from dynmo.dynamism.options import CASES, CaseOptions, EarlyExit, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Positive, Seed, Whole, written
+from dynmo.pipeline.case_options import CaseOptions, RunFacts
 from dynmo.pipeline.options import (
     SGD,
     AdamW,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.partition import Partition
-from dynmo.dynamism.case import Dynamism
-from dynmo.dynamism.options import Freezing
+from dynmo.cases.freezing import Freezing
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, NextMesh
+from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import restore_state

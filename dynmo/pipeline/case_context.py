@@ -1,4 +1,4 @@
-"""The view that a dynamic case has of the model (`dynmo.dynamism.Layers`)."""
+"""The view that a dynamic case has of the model (`dynmo.Layers`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
-from dynmo.dynamism.case import Dynamism
 from dynmo.errors import ConfigError
 from dynmo.models.model import defined_in
 from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica

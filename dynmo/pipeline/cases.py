@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from dynmo.cost.layer_cost import Forecast
-from dynmo.dynamism.case import Change, Dynamism, Signals, TokenShares, checked, named
+from dynmo.pipeline.case import Change, Dynamism, Signals, TokenShares, checked, named
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
 

@@ -15,10 +15,10 @@ from rich.table import Table
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.dynamism.case import Dynamism
-from dynmo.dynamism.registry import make_cases
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.models.model import Model
+from dynmo.pipeline.case import Dynamism
+from dynmo.pipeline.case_registry import make_cases
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import check_own_rules, first_partition

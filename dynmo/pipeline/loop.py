@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dynmo.balance.partition import Partition
-from dynmo.dynamism.case import Signals, TokenShares
 from dynmo.events import (
     ChangeEvent,
     Event,
@@ -23,6 +22,7 @@ from dynmo.events import (
     TokensEvent,
 )
 from dynmo.pipeline.batch import Cut
+from dynmo.pipeline.case import Signals, TokenShares
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from dynmo.balance.meshes import accumulation_problem, divisors
-from dynmo.dynamism.options import Freezing
+from dynmo.cases.freezing import Freezing
 from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
 from dynmo.options import LARGEST

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from dynmo.balance.meshes import MeshRule
 from dynmo.balance.options import Balance
-from dynmo.dynamism.options import CaseOptions, RunFacts
 from dynmo.models.options import ModelOptions
 from dynmo.options import (
     LARGEST,
@@ -29,6 +28,7 @@ from dynmo.options import (
     Whole,
     written,
 )
+from dynmo.pipeline.case_options import CaseOptions, RunFacts
 from dynmo.planner.options import Elastic
 from dynmo.schedule.catalogue import AUTO, ScheduleName, chunks_of, shapes_of
 

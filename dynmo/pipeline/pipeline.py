@@ -19,9 +19,6 @@ from dynmo.balance.options import Balance, BalancerName
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.counterparts import names_checked
-from dynmo.dynamism.case import Dynamism, TokenShares
-from dynmo.dynamism.options import CaseOptions
-from dynmo.dynamism.registry import make_cases
 from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.events import CheckpointEvent, Event
 from dynmo.models.identity import Identity
@@ -30,7 +27,10 @@ from dynmo.models.sequential import Sequential
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.batch import Batch, BatchCutter, Cut
+from dynmo.pipeline.case import Dynamism, TokenShares
 from dynmo.pipeline.case_context import agree_on_cases
+from dynmo.pipeline.case_options import CaseOptions
+from dynmo.pipeline.case_registry import make_cases
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.loop import Loop
 from dynmo.pipeline.model_flops import ModelFlops, device_peak_flops

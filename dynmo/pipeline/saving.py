@@ -13,11 +13,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from dynmo.dynamism.case import Dynamism
 from dynmo.errors import CheckpointError, DynmoError, RunError, place
 from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
+from dynmo.cases.experts.case import most_experts
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism.experts import most_experts
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes

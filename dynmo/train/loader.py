@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dynmo import Pipeline
+from dynmo.cases.freezing import Freezing
 from dynmo.config import Config
 from dynmo.data.batches import Batches, windows_in
 from dynmo.data.corpus import Corpus
 from dynmo.data.order import Order, held_out_of, held_out_text
-from dynmo.dynamism.options import Freezing
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import agree, maxima

@@ -18,11 +18,11 @@ from dynmo import Dynamism, RunPlan, dry_run, load_model
 from dynmo.config import Config
 from dynmo.data.corpus import open_corpus
 from dynmo.data.file_kind import kind_of
-from dynmo.dynamism.registry import from_class, make_cases
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.options import find_own, value_text
+from dynmo.pipeline.case_registry import from_class
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -154,13 +154,6 @@ def own_cases(config: Config) -> list[Dynamism]:
     """Makes the dynamic cases of the user's own classes that a config names."""
     own = [case for case in config.dynamism.cases if case.startswith("python:")]
     return [from_class(case.removeprefix("python:")) for case in own]
-
-
-def cases_of(config: Config, layers: int) -> list[Dynamism]:
-    """Makes all dynamic cases that a config names."""
-    on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
-    cases = [*config.dynamism.named.values(), *own_cases(config)]
-    return make_cases(cases, config.facts(layers, on_cuda))
 
 
 def plan_run(config: Config) -> RunPlan:

@@ -52,7 +52,7 @@ def work(filled: Path) -> Iterator[Path]:
 ENDS = """
 import os, signal
 from pathlib import Path
-from dynmo.dynamism.case import Dynamism
+from dynmo.pipeline.case import Dynamism
 
 class Ends(Dynamism):
     name = "ends"

@@ -84,7 +84,7 @@ def test_rank_started_by_hand_joins_the_run(work: Path) -> None:
 @pytest.mark.matrix
 def test_run_resumes_after_a_rank_dies_during_a_move(work: Path, pool: Pool) -> None:
     """The error is one line. The run resumes on fewer ranks from its checkpoint."""
-    case = ("dynamism.cases=['python:tests.dynamism.dying:Dying']", "checkpoint.every=4")
+    case = ("dynamism.cases=['python:tests.cases.dying:Dying']", "checkpoint.every=4")
     given = sets("[[6, 1, 1]]", *case, steps=12)
     env = {"PYTHONPATH": str(ROOT)}
     done = end(train(work, name="killed", sets=given, env={**env, "DIES": "1"}))

@@ -427,9 +427,9 @@ class _Draw:
             cases.append("sparse_attention")
             tables["sparse_attention"] = self._sparse_attention(model, steps)
         if gpt and not tokens and self._chance(0.1):  # its layers hand on one tensor
-            cases.append("python:tests.dynamism.own_case:LayerDrop")
+            cases.append("python:tests.cases.own_case:LayerDrop")
         if "freezing" in cases and self._chance(0.15):
-            cases.append("python:tests.dynamism.thawing:Thawing")
+            cases.append("python:tests.cases.thawing:Thawing")
         random.shuffle(cases)
         return {"cases": cases, **tables} if cases else {}
 

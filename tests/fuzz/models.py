@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
 from dynmo.models.loss import next_token_loss
+from dynmo.pipeline.case import Change, Dynamism, Layers, Signals
 from tests.fuzz.layers import LAYERS, VOCAB, WIDTH, square_linear
 
 # -- several tensors between layers --------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynmo.dynamism.options import CASES
+from dynmo.cases import CASES
 from tests.fuzz.draws import Case, Tables
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "failed"

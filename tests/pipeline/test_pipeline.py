@@ -17,8 +17,8 @@ from torch import nn
 
 import dynmo
 from dynmo.config import parse
-from dynmo.dynamism.case import TokenShares
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
+from dynmo.pipeline.case import TokenShares
 from dynmo.train.setup import cases_of, model_of
 from tests.pipeline import jobs
 from tests.pipeline.jobs import batch, layers, lengths, odd_layers

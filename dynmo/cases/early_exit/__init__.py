@@ -1,0 +1,1 @@
+from dynmo.cases.early_exit.options import EarlyExit as EarlyExit

@@ -1,0 +1,1 @@
+from dynmo.cases.experts.options import Experts as Experts

@@ -1,0 +1,1 @@
+from dynmo.cases.freezing.options import Freezing as Freezing

@@ -1,0 +1,1 @@
+from dynmo.cases.pruning.options import Pruning as Pruning

@@ -1,0 +1,336 @@
+"""Gradual pruning: weights of least magnitude leave for good, a few at a time.
+
+Sources: Zhu & Gupta 2017, and DynMo 2.2 and C.1.
+
+    sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3
+
+The linears of every layer are pruned, except those of the first and the last layer (embedding,
+head). A frozen layer is left alone.
+
+The global criterion keeps the k largest weights of all layers, on any rank. Magnitudes order like
+their bit patterns. So three histograms, summed over the ranks, find the smallest weight that is
+kept, digit by digit. The result is exact. Of equal magnitudes, the weight in the lower layer stays.
+Within a layer, the weight at the lower position stays.
+
+    bit pattern of |w|   0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm
+                              11 bits   |  10 bits   |  10 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.cases.pruning import Pruning
+from dynmo.cost.layer_cost import Forecast
+from dynmo.errors import ConfigError
+from dynmo.kernels.crossover import known_crossover
+from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
+from dynmo.kernels.split import LOW
+from dynmo.pipeline.case import Change, Collective, Dynamism, Layers
+from dynmo.pipeline.case_options import RunFacts
+
+DENSE_BELOW_ON_CPU = 0.75
+
+
+# Rows of a matrix product that are timed if nobody knows the size of a microbatch.
+_USUAL_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Cubic:
+    """The steps that prune, and their sparsity."""
+
+    initial: float
+    final: float
+    start: int
+    end: int
+    every: int
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return (*range(self.start, self.end, self.every), self.end)
+
+    def sparsity(self, step: int) -> float:
+        """Returns the target after pruning at `step`."""
+        if step < self.start:
+            return 0.0
+        left = 1 - (step - self.start) / (self.end - self.start) if step < self.end else 0.0
+        return self.final + (self.initial - self.final) * left**3
+
+
+# -- which weights stay ----------------------------------------------------------------------------
+
+
+Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
+"""The candidates on this rank, by layer: flat tensors, in order."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidates of one layer, made one at a time.
+
+    Those of a linear under a mask are a copy. If weights have float32 masters, the masters are
+    compared, because too many rounded weights would be equal.
+    """
+
+    module: nn.Module
+    masters: Mapping[str, Tensor]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (
+            survivors(x, self.masters.get(f"{name}.weight/master" if name else "weight/master"))
+            for name, x in linears(self.module)
+        )
+
+
+def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
+    """Returns the float32 masters among a layer's moments."""
+    if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
+        return {}
+    return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
+
+
+class Alone:
+    """The collective of a rank that asks no other."""
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        return tensor
+
+    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        return tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The weights that stay.
+
+    Attributes:
+        bits: Magnitudes whose bit pattern is over this stay.
+        ties: For each layer, how many of the magnitudes equal to it stay, the first ones.
+    """
+
+    bits: int
+    ties: tuple[int, ...]
+
+    def keep(self, layer: int, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Returns one bool per candidate of a layer, True for those that stay."""
+        left, out = self.ties[layer], list[Tensor]()
+        for tensor in tensors:
+            keys = _keys(tensor)
+            stays = keys > self.bits
+            equal = (keys == self.bits).nonzero()[:left, 0]
+            stays[equal] = True
+            left -= len(equal)
+            out.append(stays)
+        return out
+
+
+def _keys(tensor: Tensor) -> Tensor:
+    """Returns integers that order as magnitudes do.
+
+    NaN is over all, because the loss must find a broken weight. Weights in float64 are compared by
+    their rounded magnitudes.
+    """
+    return tensor.detach().float().abs().view(torch.int32)
+
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest first
+
+
+def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
+    """Finds the cut that keeps exactly `keep` of the candidates of all ranks.
+
+    If there are no more than that, all stay. Works on one tensor at a time.
+    """
+    device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
+    bits, left = 0, keep
+    for shift, width in _DIGITS:
+        counts = torch.zeros(1 << width, dtype=torch.int64, device=device)
+        for tensors in parts.values():
+            for tensor in tensors:
+                keys = _keys(tensor)
+                near = keys[(keys >> (shift + width)) == bits] if shift + width < 31 else keys
+                counts += torch.bincount((near >> shift) & ((1 << width) - 1), minlength=1 << width)
+        total = collective.sum(counts.cpu(), "the magnitudes of all weights")
+        from_top = total.flip(0).cumsum(0)
+        if shift + width == 31 and int(from_top[-1]) <= keep:
+            return Cut(-1, (0,) * layers)
+        if keep <= 0:
+            return Cut(2**31 - 1, (0,) * layers)
+        place = int((from_top < left).sum())
+        digit = (1 << width) - 1 - place
+        left -= int(from_top[place - 1]) if place else 0
+        bits = (bits << width) | digit
+    equal = torch.zeros(layers, dtype=torch.int64)
+    for layer, tensors in parts.items():
+        equal[layer] = sum(int((_keys(t) == bits).sum()) for t in tensors)
+    collective.sum(equal, "the weights at the threshold")
+    before = equal.cumsum(0) - equal
+    return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
+
+
+# -- the case --------------------------------------------------------------------------------------
+
+
+@final
+class PruningCase(Dynamism):
+    """Prunes the linears of all layers but the first and the last."""
+
+    name = "pruning"
+
+    def __init__(
+        self,
+        schedule: Cubic,
+        criterion: str,
+        dense_below: float | None,
+        tokens: int,
+        known: Mapping[str, float] | None = None,
+    ) -> None:
+        self._schedule, self._criterion, self._tokens = schedule, criterion, tokens
+        self._dense_below = dense_below
+        self._known = dict(known or {})
+        self._measured = dict(self._known)
+        self._sparsity = 0.0
+        self._targets: tuple[int, ...] | None = None
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        self._targets = _targets(modules)
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        self._targets = self._targets or _targets(layers.modules)
+        if step not in self._schedule.steps:
+            return None
+        targets = tuple(i for i in self._targets if i not in layers.frozen)
+        wanted = self._schedule.sparsity(step)
+        if not targets or wanted <= 0:
+            return None
+        measured = self._measure(targets, layers)
+        parts = {
+            i: Candidates(layers.modules[i], masters(i, layers)) for i in layers.own if i in targets
+        }
+        sizes = {
+            i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets
+        }
+        if self._criterion == "global":
+            keep = round((1 - wanted) * sum(sizes.values()))
+            everyone = cut(parts, keep, layers.count, layers.collective)
+        else:
+            everyone = None
+        # Columns per layer: weights before, weights after, linears, linears in sparse form.
+        table = torch.zeros(layers.count, 4, dtype=torch.int64)
+        for index, tensors in parts.items():
+            # The cut of a single layer knows it as layer 0.
+            which = everyone or cut({0: tensors}, round((1 - wanted) * sizes[index]), 1, Alone())
+            keeps = which.keep(index if everyone else 0, tensors)
+            table[index, 0] = sum(len(x) for x in keeps)
+            if not all(bool(kept.all()) for kept in keeps):
+                self._prune(index, layers, keeps)
+            now = [linear for _, linear in linears(layers.modules[index])]
+            table[index, 1] = sum(len(survivors(x)) for x in now)
+            table[index, 2:] = torch.tensor(
+                [len(now), sum(isinstance(x, SparseLinear) for x in now)]
+            )
+        layers.collective.sum(table, "all layers to be pruned")
+        before, after, count, sparse = table.sum(0).tolist()
+        self._sparsity = wanted
+        if before == after:
+            return None
+        shares = [1 - int(table[i, 1]) / sizes[i] for i in targets]
+        what = (
+            f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} "
+            f"magnitude; layers {min(shares):.3f} to {max(shares):.3f}): {after} of "
+            f"{sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
+        )
+        options = {} if self._measured == self._known else {"dense_below": dict(self._measured)}
+        return Change(targets, what, options)
+
+    def acts(self, step: int) -> bool:
+        return step in self._schedule.steps
+
+    def _prune(self, index: int, layers: Layers, keeps: Sequence[Tensor]) -> None:
+        moments = dict(layers.moments(index))
+        for (name, linear), keep in zip(list(linears(layers.modules[index])), keeps, strict=True):
+            sparse = 1 - int(keep.sum()) / dense_size(linear) >= self._threshold(linear)
+            prefix = f"{name}.weight/" if name else "weight/"
+            own = {key: moments.pop(key) for key in [k for k in moments if k.startswith(prefix)]}
+            moments |= prune(linear, keep, sparse, own)
+        layers.rebuild(index, moments)
+
+    def _threshold(self, linear: nn.Linear) -> float:
+        return self._measured[_shape(linear)] if self._dense_below is None else self._dense_below
+
+    def _measure(self, targets: Sequence[int], layers: Layers) -> str:
+        """Measures shapes that are not known yet. Returns a text about them for the log."""
+        if self._dense_below is not None:
+            return ""
+        first: dict[str, tuple[int, nn.Linear]] = {}
+        for index in targets:
+            for _, linear in linears(layers.modules[index]):
+                first.setdefault(_shape(linear), (index, linear))
+        new = [shape for shape in sorted(first) if shape not in self._measured]
+        table = torch.zeros(len(new), dtype=torch.float64)
+        for place, shape in enumerate(new):
+            index, linear = first[shape]
+            if index in layers.own:
+                table[place] = known_crossover(linear, self._tokens)
+        if new:
+            layers.collective.sum(table, "the sparse kernels to be measured")
+        self._measured |= dict(zip(new, table.tolist(), strict=True))
+        return "; sparse pays from " + ", ".join(
+            f"{x:.3f} at {shape}" for shape, x in self._measured.items()
+        )
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        """Forecasts as if all layers lose alike, and linears take all of a layer's time."""
+        out, now, targets = list[Forecast](), self._sparsity, self._targets or ()
+        for at in self._schedule.steps:
+            then = self._schedule.sparsity(at)
+            if at > step and then > now:
+                factor = self._time(then) / self._time(now)
+                out.append(Forecast(at, targets, factor, factor, factor))
+        return out
+
+    def _time(self, sparsity: float) -> float:
+        threshold = (
+            self._dense_below
+            if self._dense_below is not None
+            else min(self._measured.values(), default=1.0)
+        )
+        return 1.0 if sparsity < threshold else 1 - sparsity
+
+    def state(self) -> dict[str, Any]:
+        return {"sparsity": self._sparsity, "measured": self._measured}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._sparsity = float(state["sparsity"])
+        self._measured = {**state["measured"], **self._known}
+
+
+def _shape(linear: nn.Linear) -> str:
+    return f"{linear.out_features}x{linear.in_features}"
+
+
+def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    layers = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
+    if not layers:
+        raise ConfigError(
+            "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; "
+            "leave the case out"
+        )
+    return layers
+
+
+def make(options: Pruning, run: RunFacts) -> Dynamism:
+    start, end, every = options.steps_of(run.steps)
+    schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
+    known = options.dense_below if isinstance(options.dense_below, dict) else {}
+    dense_below = options.dense_below if isinstance(options.dense_below, float) else None
+    if options.dense_below == "auto" and not run.on_cuda:
+        dense_below = DENSE_BELOW_ON_CPU
+    tokens = _USUAL_TOKENS if run.tokens is None else run.tokens
+    return PruningCase(schedule, options.criterion, dense_below, tokens, known)

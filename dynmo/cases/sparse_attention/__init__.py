@@ -1,0 +1,1 @@
+from dynmo.cases.sparse_attention.options import SparseAttention as SparseAttention

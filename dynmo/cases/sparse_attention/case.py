@@ -1,0 +1,157 @@
+"""Sparse attention: from a step on, some blocks compute only a part of the pairs.
+
+Sources: DynMo 2.2 and F.5.
+
+`hash_attention` computes the pairs in one hash bucket, `drop_attention` those of the queries and
+keys that are not dropped. F and B of the attention fall, W does not.
+
+Directions (or dropped vectors) are drawn anew each step from a stream keyed by seed, layer and
+step. Every rank tells all layers, also those of other ranks, what they compute at this step. So a
+layer that moves knows already, and nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from dynmo.cases.sparse_attention import SparseAttention as SparseAttentionOptions
+from dynmo.cost.layer_cost import Forecast
+from dynmo.errors import ConfigError
+from dynmo.kernels.drop_attention import Dropped
+from dynmo.kernels.hash_attention import Hashed
+from dynmo.kernels.seeds import Purpose, mix
+from dynmo.kernels.shared_qk import SparseAttention
+from dynmo.pipeline.case import Change, Dynamism, Layers, layers_that
+from dynmo.pipeline.case_options import RunFacts
+
+Blocks = Sequence[int] | None
+"""Indices of blocks. None means all."""
+
+
+class SparseAttentionCase(Dynamism):
+    """Makes the attention of some blocks sparse."""
+
+    name = "sparse_attention"
+
+    def __init__(
+        self,
+        schedule: Sequence[tuple[int, Blocks]],
+        kind: Callable[[int], SparseAttention],
+        seed: int,
+        ratio: tuple[float, float] | None = None,
+    ) -> None:
+        self._schedule, self._kind, self._seed, self._ratio = tuple(schedule), kind, seed, ratio
+        self._halves: list[int] = []
+        self._sparse: frozenset[int] = frozenset()
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        halves = halves_of(modules)
+        named = max((block for _, blocks in self._schedule for block in blocks or ()), default=0)
+        if named >= len(halves):
+            raise ConfigError(
+                f"dynamism.sparse_attention names block {named}, but the model has {len(halves)} "
+                f"attention halves, from 0 to {len(halves) - 1}"
+            )
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        self._halves = halves_of(layers.modules)
+        before, self._sparse = self._sparse, self._wanted(step)
+        for index in self._halves:
+            sparse = None
+            if index in self._sparse:
+                sparse = self._kind(mix(self._seed, Purpose.ATTENTION, index, step))
+            # A module of any class has it.
+            setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010
+        if before == self._sparse:
+            return None
+        share = f"{len(self._sparse)} of {len(self._halves)}"
+        what = f"{share} attention halves are sparse (schedule, step {step})"
+        return Change(tuple(sorted(before ^ self._sparse)), what)
+
+    def acts(self, step: int) -> bool:
+        # New directions for every step are no change, because only later forwards read them.
+        return not self._halves or self._wanted(step) != self._sparse
+
+    def _wanted(self, step: int) -> frozenset[int]:
+        """Returns the layers that are sparse at a step."""
+        begun = [blocks for at, blocks in self._schedule if at <= step]
+        if not begun:
+            return frozenset()
+        blocks = begun[-1]
+        if blocks is None:
+            return frozenset(self._halves)
+        return frozenset(self._halves[block] for block in blocks)
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        if self._ratio is None or not self._halves:
+            return ()
+        forecasts, before = list[Forecast](), self._sparse
+        f, b = self._ratio
+        for at, _ in self._schedule:
+            if at <= step:
+                continue
+            then = self._wanted(at)
+            # A factor is relative to the time that a layer takes now. A layer that becomes sparse
+            # and dense again takes the same time as now.
+            for sparse, changing in ((True, then - before), (False, before - then)):
+                for now in (True, False):
+                    which = changing & self._sparse if now else changing - self._sparse
+                    if which:
+                        pair = (1.0, 1.0) if now == sparse else (f, b) if sparse else (1 / f, 1 / b)
+                        forecasts.append(Forecast(at, tuple(sorted(which)), *pair))
+            before = then
+        return forecasts
+
+    def state(self) -> dict[str, Any]:
+        return {"sparse": sorted(self._sparse)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._sparse = frozenset(state["sparse"])
+
+
+def halves_of(modules: Sequence[nn.Module]) -> list[int]:
+    """Returns the layers that have an attribute `sparse_attention`."""
+    return layers_that(
+        lambda module: hasattr(module, "sparse_attention"),
+        modules,
+        "sparse_attention, but no layer of the model has attention that can be sparse; give one "
+        "of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has",
+    )
+
+
+def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:
+    """Returns F and B of a sparse half, over those of a dense one.
+
+    The half has P = 3 hidden^2 weights and A = 2 sequence hidden.
+    """
+    linear, attention = 6 * hidden**2, 2 * sequence * hidden
+    return (linear + share * attention) / (linear + attention), (
+        linear + 2.5 * share * attention
+    ) / (linear + 2.5 * attention)
+
+
+def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
+    if options.kind == "drop":
+        kind, share = partial(Dropped, options.drop, options.tile), (1 - options.drop) ** 2
+        if run.on_cuda:
+            raise ConfigError(
+                'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or '
+                'parallel.device = "cpu"'
+            )
+    else:
+        kind, share = partial(Hashed, options.buckets, options.tile), 1 / options.buckets
+        if run.on_cuda and find_spec("triton") is None:
+            raise ConfigError(
+                'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use '
+                'parallel.device = "cpu"'
+            )
+    model, ratio = run.model, None
+    if model is not None and model.kind == "gpt":
+        ratio = expected_ratio(model.hidden, model.sequence, share)
+    schedule = options.schedule or ((options.start, options.blocks),)
+    return SparseAttentionCase(schedule, kind, run.seed, ratio)

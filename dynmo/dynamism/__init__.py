@@ -1,1 +1,0 @@
-"""Dynamic cases: they change the model's work while it trains."""

@@ -1,0 +1,74 @@
+"""Names for authors of dynamic cases, and of layers with weights or kernels of their own.
+
+The cases of dynmo are built on these and on the names of `dynmo` alone. Each name is loaded when it
+is first used. Option records need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynmo.options import BelowOne as BelowOne
+    from dynmo.options import Bytes as Bytes
+    from dynmo.options import Count as Count
+    from dynmo.options import Lax as Lax
+    from dynmo.options import Listed as Listed
+    from dynmo.options import NonNegative as NonNegative
+    from dynmo.options import Share as Share
+    from dynmo.options import Whole as Whole
+    from dynmo.options import check_ascending as check_ascending
+    from dynmo.options import written as written
+    from dynmo.pipeline.case_options import CaseOptions as CaseOptions
+    from dynmo.pipeline.case_options import RunFacts as RunFacts
+    from dynmo.pipeline.case_options import needs_own_layers as needs_own_layers
+
+_HOMES = {
+    "BelowOne": "dynmo.options",
+    "Bytes": "dynmo.options",
+    "CaseOptions": "dynmo.pipeline.case_options",
+    "Count": "dynmo.options",
+    "Lax": "dynmo.options",
+    "Listed": "dynmo.options",
+    "NonNegative": "dynmo.options",
+    "RunFacts": "dynmo.pipeline.case_options",
+    "Share": "dynmo.options",
+    "Whole": "dynmo.options",
+    "check_ascending": "dynmo.options",
+    "needs_own_layers": "dynmo.pipeline.case_options",
+    "written": "dynmo.options",
+}
+
+__all__ = [
+    "BelowOne",
+    "Bytes",
+    "CaseOptions",
+    "Count",
+    "Lax",
+    "Listed",
+    "NonNegative",
+    "RunFacts",
+    "Share",
+    "Whole",
+    "check_ascending",
+    "needs_own_layers",
+    "written",
+]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Loads a name when it is first used (PEP 562)."""
+        if name not in _HOMES:
+            raise AttributeError(
+                f"module 'dynmo.extend' has no attribute {name!r}; its names are "
+                f"{', '.join(__all__)}"
+            )
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return __all__

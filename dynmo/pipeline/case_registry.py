@@ -1,0 +1,71 @@
+"""The cases that a run names: those of dynmo, and the user's own classes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from dynmo.errors import ConfigError, place
+from dynmo.pipeline.case import Dynamism
+from dynmo.pipeline.case_options import CaseOptions, RunFacts
+
+
+def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[Dynamism]:
+    """Makes the cases of a run: those with options in the order of their turns, then others."""
+    named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
+    run = replace(run, cases=named)
+    for options in named.values():
+        for problem in options.problems(run):
+            raise ConfigError(problem)
+    own = [each for each in cases if not isinstance(each, CaseOptions)]
+    for each in own:
+        _check(each, f"cases: {type(each).__name__}")
+    in_turn = sorted(named.values(), key=lambda options: options.turn)
+    ready = [*(_make(options, run) for options in in_turn), *own]
+    names = [each.name for each in cases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:  # checkpoints keep a case's state by its name
+        raise ConfigError(f"dynamism.cases: two are called {twice!r}; give yours another name")
+    return ready
+
+
+def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
+    folder = type(options).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{folder}.case").make(options, run)
+
+
+def from_class(path: str) -> Dynamism:
+    """Makes a case of the user's own class, `package.module:Class`."""
+    where = f"dynamism.cases: 'python:{path}'"
+    module_name, _, class_name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+        case = None if getattr(kind, "__abstractmethods__", ()) else kind()
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
+        ) from error
+    except AttributeError as error:
+        if getattr(error, "name", None) != class_name:
+            raise ConfigError(f"{where}: raised AttributeError: {error}{place(error)}") from error
+        raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
+    except Exception as error:  # anything that the user's code raises
+        raise ConfigError(
+            f"{where}: raised {type(error).__name__}: {error}{place(error)}"
+        ) from error
+    _check(case, where)
+    return cast(Dynamism, case)
+
+
+def _check(case: object, where: str) -> None:
+    """Raises ConfigError if an object is no case."""
+    methods = ["act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts"]
+    missing = [name for name in methods if not callable(getattr(case, name, None))]
+    missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
+    if missing:
+        raise ConfigError(
+            f"{where}: has no {missing[0]}; inherit from dynmo.Dynamism, give it a name and write "
+            "act"
+        )

@@ -1,0 +1,86 @@
+"""Numbers that layers count while they train, over steps and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.pipeline.case import Layers
+
+Numbers = tuple[float | Tensor, ...]
+"""The counts of a layer. Tensors without dimensions stay on their device until a total is needed.
+So no step waits for them."""
+Counted = Callable[[nn.Module], Numbers | Tensor]
+"""Returns the counts of a layer since the last call, and sets them back to 0. The layer must not
+change a tensor that it has returned."""
+
+
+def counts_of(
+    layers: Layers, counting: Sequence[int], counted: Counted
+) -> dict[int, Numbers | Tensor]:
+    """Asks the layers for their counts. Call it before they move."""
+    numbers = {index: counted(layers.modules[index]) for index in counting}
+    own = set(layers.own)
+    return {index: each for index, each in numbers.items() if index in own}
+
+
+class Counts:
+    """Numbers per layer, which add up until they are summed over the ranks."""
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+        self._own: dict[int, Numbers | Tensor] = {}
+        # Sums that a checkpoint has, alike on all ranks.
+        self._saved: list[list[float]] = []
+
+    def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
+        for index, numbers in counted.items():
+            self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
+
+    def total(
+        self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False
+    ) -> list[list[float]]:
+        """Sums over the ranks, and begins anew. All ranks call it."""
+        table = torch.zeros(len(counting), self.numbers, dtype=torch.float64)
+        for place, index in enumerate(counting):
+            if index in self._own:
+                table[place] = _on_host(self._own[index])
+        self._own.clear()
+        collective = layers.collective
+        (collective.sum_all if all_replicas else collective.sum)(table, what)
+        saved = torch.tensor(self._saved, dtype=torch.float64)
+        self._saved = []
+        return (table + saved if saved.shape == table.shape else table).tolist()
+
+    def save(
+        self, layers: Layers | None, take: Callable[[Layers], Sequence[int]], all_replicas: bool
+    ) -> list[list[float]]:
+        """Returns the sums so far, for a checkpoint, and goes on. All ranks call it.
+
+        Args:
+            layers: The model. None: no step was counted.
+            take: Asks this rank's layers for their counts. Returns the layers that count.
+            all_replicas: As in `total`.
+        """
+        if layers is not None:
+            self._saved = self.total(layers, take(layers), "counts to be saved", all_replicas)
+        return self._saved
+
+    def load(self, saved: list[list[float]]) -> None:
+        self._own.clear()
+        self._saved = saved
+
+
+def _sum(a: Numbers | Tensor, b: Numbers | Tensor) -> Numbers | Tensor:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        assert isinstance(a, Tensor), "a layer counts numbers of one kind"
+        assert isinstance(b, Tensor), "a layer counts numbers of one kind"
+        return a + b
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _on_host(numbers: Numbers | Tensor) -> Tensor:
+    each = numbers.tolist() if isinstance(numbers, Tensor) else [float(x) for x in numbers]
+    return torch.tensor(each, dtype=torch.float64)

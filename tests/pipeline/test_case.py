@@ -1,0 +1,121 @@
+"""A dynamic case of the user, that of docs/reference/own-case.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynmo.cases.freezing.case import ScheduledFreezing
+from dynmo.config import parse
+from dynmo.elastic.launcher.rank_side import describe
+from dynmo.errors import ConfigError, RunError
+from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
+from dynmo.pipeline.case_registry import from_class
+from dynmo.train.setup import cases_of
+from tests.cases.own_case import LayerDrop
+from tests.equality import RANDOM_MOVES, fields_of, run
+from tests.pool import Pool
+
+HERE = "tests.pipeline.test_case:"
+OWN = "python:tests.cases.own_case:LayerDrop"
+CHANGES = {"layer_drop": (0, 5, 10), "freezing": (3, 7)}
+
+
+def config(ranks: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
+        "train": {"steps": 12, "global_batch": 3, "micro_batch": 1, "lr": 1e-2, "eval_every": 4},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "balance": {"balancer": RANDOM_MOVES, "every": 1} if ranks > 1 else {"balancer": "none"},
+        "dynamism": {"cases": [OWN, "freezing"], "freezing": {"schedule": [[3, 2], [7, 4]]}},
+        "trace": {"steps": 0},
+    } | changes
+
+
+def test_digest_is_equal_on_any_ranks_under_moves(pool: Pool) -> None:
+    configs = (config(1), config(2), config(1, dynamism={}))
+    alone, spread, without = (run(pool, wanted, "events")[0] for wanted in configs)
+    changes = ("change", "step", "case", "layers")
+    for kind, *keys in (("step", "loss"), ("eval", "loss"), changes, ("end", "weights_digest")):
+        assert fields_of(spread, kind, *keys) == fields_of(alone, kind, *keys)
+    assert fields_of(alone, "end", "loss") != fields_of(without, "end", "loss")
+    drops, freezes = ([(step, case) for step in at] for case, at in CHANGES.items())
+    assert fields_of(alone, "change", "step", "case") == sorted(drops + freezes)
+
+
+def test_own_cases_come_last() -> None:
+    cases = cases_of(parse(config(1)), 8)
+    assert [type(case) for case in cases] == [ScheduledFreezing, LayerDrop], "one's own come last"
+
+
+class Freezing(Dynamism):
+    name = "freezing"
+
+    def act(self, step: int, layers: Any) -> None:
+        return None
+
+
+def test_methods_of_a_case_have_defaults() -> None:
+    idle = Freezing()
+    idle.observe(Signals(0, 1.0, ()))
+    idle.load(idle.state())
+    assert (idle.forecast(0), idle.state()) == ((), {})
+
+
+def test_duplicate_case_name_is_refused() -> None:
+    named = ["freezing", f"python:{HERE}Freezing"]
+    given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
+    with pytest.raises(ConfigError, match="two are called 'freezing'"):
+        cases_of(parse(given), 8)
+
+
+class Nameless:
+    def act(self, step: int, layers: Any) -> None:
+        return None
+
+
+def broken() -> None:
+    raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("no_such_module:X", "cannot import no_such_module"),
+        ("tests.cases.own_case:Layerdrop", "tests.cases.own_case has no class Layerdrop"),
+        (HERE + "Nameless", "has no check"),
+        (HERE + "broken", "raised RuntimeError: no such thing (test_case.py:"),
+        ("dynmo:Dynamism", "has no act"),
+    ],
+)
+def test_class_that_is_not_a_case_is_refused(path: str, part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_class(path)
+    assert part in str(error.value)
+    assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
+
+
+def test_the_result_of_act_is_checked() -> None:
+    case = Freezing()
+    right = Change((0, 5), "text")
+    assert checked(case, None, 6) is None
+    assert checked(case, right, 6) is right
+    with pytest.raises(RunError, match="case 'freezing': act returned a list"):
+        checked(case, [1, 2], 6)
+    with pytest.raises(RunError, match="case 'freezing': act changed layer 6"):
+        checked(case, Change((6,), "text"), 6)
+
+
+def test_an_exception_names_the_case() -> None:
+    with pytest.raises(KeyError) as error, named(Freezing(), "act", 3):
+        raise KeyError("oops")
+    assert error.value.__notes__ == ["in act of case 'freezing' at step 3"]
+    assert describe(error.value, 0).endswith(", in act of case 'freezing' at step 3")
+
+
+@pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
+def test_a_malformed_path_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module:Class"):
+        parse({"dynamism": {"cases": [word]}})
