@@ -175,7 +175,6 @@ PLACES: dict[str, Sequence[Any]] = {
     "expert": (1, 2),
     "validation": ("before", "after", "in-place"),
     "recompute": ("none", "all", "some", "auto"),
-    "w_granularity": ("whole", "linear"),
     "reshape": (False, True),
     "messages": ("direct", "staged", "slices"),
 }
@@ -274,7 +273,7 @@ class Drawn:
         chosen, training = self.chosen, TRAININGS[self.training]
         recompute = chosen["recompute"]
         parallel: Tables = {name: chosen[name] for name in ("pipeline", "replicas", "zero")}
-        pipeline: Tables = {name: chosen[name] for name in ("schedule", "w_granularity")}
+        pipeline: Tables = {"schedule": chosen["schedule"]}
         elastic: Tables = {}
         if chosen["expert"] > 1:
             parallel["expert"] = chosen["expert"]

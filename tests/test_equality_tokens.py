@@ -90,7 +90,7 @@ RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
     "zb-h1": (2, "zb-h1", {}),
     "V shape and recompute": (3, "zb-v", {"train": {"recompute": "all"}}),
     "post-validation": (4, "zb-h2", {"pipeline": {"post_validation": True}}),
-    "zb-auto and partial W": (2, "zb-auto", {"pipeline": {"w_granularity": "linear"}}),
+    "zb-auto": (2, "zb-auto", {}),
 }
 
 

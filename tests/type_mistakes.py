@@ -21,7 +21,6 @@ def mistakes(model: dynmo.Model, world: dynmo.World, pipeline: dynmo.Pipeline) -
         optimizer="adamw",  # pyright: ignore[reportArgumentType]
         balance="exakt",  # pyright: ignore[reportArgumentType]
         rollback="inplace",  # pyright: ignore[reportArgumentType]
-        w_granularity="half",  # pyright: ignore[reportArgumentType]
         clip_scope="layer",  # pyright: ignore[reportArgumentType]
         precision="bf16",  # pyright: ignore[reportArgumentType]
         loss_scale="auto",  # pyright: ignore[reportArgumentType]

@@ -77,7 +77,6 @@ RUNS = (
     Run("delays", "emulated", "--only emulated"),
     Run("executor", "emulated"),
     Run("expert_parallel", "emulated"),
-    Run("granularity", "emulated"),
     Run("joined", "emulated", "--only emulated"),
     Run("post_validation", "emulated"),
     Run("repack", "emulated", "--only emulated", picture="repack"),

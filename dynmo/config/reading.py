@@ -7,6 +7,7 @@ over the defaults.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -22,10 +23,18 @@ from dynmo.files import parse_toml, read_text
 from dynmo.models.options import KEYS_OF_KIND, ModelOptions, keys_of_other_kinds
 from dynmo.options import Options, problems_of, section_in, value_text
 
+_logger = logging.getLogger(__name__)
+
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Reads a config from a TOML file and overrides."""
-    data = {} if path is None else without_unused_keys(_read(Path(path)))
+    data = {} if path is None else _read(Path(path))
+    if "w_granularity" in _section(data, "pipeline"):
+        _logger.warning(
+            f"{path}: pipeline.w_granularity is gone and has no effect; leave it out (each W runs "
+            "where the schedule has it)"
+        )
+    data = without_unused_keys(data)
     before = _kind_of(data)
     for text in overrides:
         _override(data, text)
@@ -37,7 +46,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     if _kind_of(data) != before:  # drop the file's keys that the new kind does not have
         known = {*KEYS_OF_KIND.get(before, ()), "vocab"}
         strange = keys_of_other_kinds(_kind_of(data)) & known
-        _drop(data, {key for key in strange if f"model.{key}" not in keys})
+        _drop(data, "model", {key for key in strange if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
     return parse(data, where, frozenset(keys))
 
@@ -68,37 +77,37 @@ def parse(
     return config
 
 
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a section. It is empty if it is not there, or no section."""
+    section: object = data.get(name)
+    return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
+
+
 def _kind_of(data: Mapping[str, Any]) -> str:
     """Returns `model.kind`, or "" if it is not text."""
-    model: object = data.get("model", {})
-    kind: object = (
-        cast(Mapping[str, object], model).get("kind", ModelOptions().kind)
-        if isinstance(model, Mapping)
-        else ""
-    )
+    if not isinstance(data.get("model", {}), Mapping):
+        return ""
+    kind: object = _section(data, "model").get("kind", ModelOptions().kind)
     return kind if isinstance(kind, str) else ""
 
 
-def _drop(data: dict[str, Any], keys: Collection[str]) -> None:
-    """Remove keys of [model] in place."""
-    model: object = data.get("model")
-    if isinstance(model, Mapping):
-        data["model"] = {
-            key: value for key, value in cast(Mapping[str, Any], model).items() if key not in keys
-        }
+def _drop(data: dict[str, Any], section: str, keys: Collection[str]) -> None:
+    """Removes keys of a section in place."""
+    if found := _section(data, section):
+        data[section] = {key: value for key, value in found.items() if key not in keys}
 
 
 def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a config without the keys of [model] that its kind does not have.
+    """Copies a config without former keys, and keys of [model] that its kind does not have.
 
-    That happens only to a config that the run of an earlier version wrote. Such a file lists every
-    key that there was, also those that were ignored.
+    The latter happens only to a config that the run of an earlier version wrote. Such a file lists
+    every key that there was, also those that were ignored.
     """
     copy = dict(data)
-    model: object = copy.get("model")
+    _drop(copy, "pipeline", ["w_granularity"])
     every = {*KEYS_OF_KIND["gpt"], *KEYS_OF_KIND["emulated"]}
-    if isinstance(model, Mapping) and every <= cast(Mapping[str, Any], model).keys():
-        _drop(copy, keys_of_other_kinds(_kind_of(copy)))
+    if every <= _section(copy, "model").keys():
+        _drop(copy, "model", keys_of_other_kinds(_kind_of(copy)))
     return copy
 
 

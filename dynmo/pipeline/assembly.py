@@ -55,7 +55,6 @@ def make_engine(
             slices=options.pipeline if options.slices else None,
             memory_limit=limit,
             recompute=recompute,
-            w_granularity=options.w_granularity,
             shapes=shapes,
         ),
         update=UpdateOptions(

@@ -60,7 +60,6 @@ Recompute: TypeAlias = (
     Literal["none", "all", "auto"] | Annotated[tuple[Whole, ...], Lax, AfterValidator(_ascending)]
 )
 Rollback: TypeAlias = Literal["exact", "in-place"]
-Granularity: TypeAlias = Literal["whole", "linear"]
 ClipScope: TypeAlias = Literal["global", "local"]
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Backend: TypeAlias = Literal["auto", "gloo"]
@@ -120,9 +119,6 @@ class ScheduleOptions(Options):
     memory_limit: MemoryLimit = None
     """Memory of a rank: bytes, or a size such as `"40GiB"`. A list has one for each rank of a
     pipeline. Not set: the device's memory on CUDA, no limit on CPU."""
-    w_granularity: Granularity = "whole"
-    """`whole` runs each W where the schedule has it. `linear` may run it earlier, one linear layer
-    at a time, while a message is late."""
 
 
 class TrainingOptions(Options):

@@ -40,7 +40,6 @@ from dynmo.pipeline.options import (
     SGD,
     AdamW,
     ClipScope,
-    Granularity,
     LearningRate,
     NamedOptimizer,
     PipelineOptions,
@@ -147,7 +146,6 @@ class Pipeline:
         chunks: Stages per rank. None means the schedule's own number.
         memory_limit: Bytes of each rank, or a size such as "40GiB". A list has one for each rank of
             a pipeline. None means the memory of the device on CUDA, and no limit on CPU.
-        w_granularity: "linear" may run parts of a W earlier, while a message is late.
         pipeline: Ranks of a pipeline. None means the world's ranks over `replicas`. With `slices`
             it is the number of slices.
         replicas: Number of pipelines that train side by side. It must divide the ranks.
@@ -212,7 +210,6 @@ class Pipeline:
         rollback: Rollback = _DEFAULT.rollback,
         chunks: int | None = _DEFAULT.chunks,
         memory_limit: int | str | Sequence[int | str] | None = None,
-        w_granularity: Granularity = _DEFAULT.w_granularity,
         pipeline: int | None = None,
         replicas: int = _DEFAULT.replicas,
         expert: int = _DEFAULT.expert,

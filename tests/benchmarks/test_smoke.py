@@ -60,7 +60,6 @@ LONG = (
     "experts --stride 12",
     "finetune --case lora-upper --rounds 1 --steps 1 --longest 32 --hidden 64 --blocks 4 --reach 0",
     "freezing --pairs 1 --steps 1 --microbatches 4",
-    "granularity --rounds 1 --real_rounds 1 --milliseconds 1",
     "joined --only simulated --stride 4 --seconds 1",
     "learning --steps 12 --hidden 64",
     "long_run --steps 10 --turn 5 --hidden 32",

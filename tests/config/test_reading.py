@@ -244,6 +244,17 @@ def test_saved_config_has_only_keys_of_its_model_kind(write, kind, own):
             load(write(text), [f"model.{key}={value_text((GPT_KEYS | EMULATED_KEYS)[key])}"])
 
 
+def test_former_key_is_left_out_with_a_warning(write, caplog):
+    path = write('[pipeline]\nschedule = "1f1b"\nw_granularity = "linear"\n')
+    assert load(path) == parse({"pipeline": {"schedule": "1f1b"}})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: pipeline.w_granularity is gone and has no effect; leave it out (each W runs "
+        "where the schedule has it)"
+    ]
+    with pytest.raises(ConfigError, match=r"--set: unknown key pipeline\.w_granularity"):
+        load(path, ["pipeline.w_granularity=whole"])
+
+
 def test_keys_that_the_new_kind_has_are_kept(write):
     path = write('[model]\nkind = "gpt"\nblocks = 3\nheads = 2\n')
     assert load(path, ["model.kind=moe"]).model.blocks == 3

@@ -339,8 +339,7 @@ class _Draw:
         sliced = pipeline > 1 and not self._spreads and self._chance(0.05)
         if sliced:
             parallel["slices"] = True
-        granularity = random.choice(["whole", "whole", "linear"])
-        pipe: Tables = {"schedule": schedule, "w_granularity": granularity}
+        pipe: Tables = {"schedule": schedule}
         if chunks is not None:
             pipe["chunks"] = chunks
         if not sliced and self._chance(0.35):

@@ -492,7 +492,6 @@ class _Draw:
             "recompute": random.choice(["none", "all", some]),
             "post_validation": random.random() < 0.2,
             "max_grad_norm": random.choice([0.0, 0.0, 1.0]),
-            "w_granularity": random.choice(["whole", "linear"]),
         }
         return {
             "seed": random.randrange(1000),

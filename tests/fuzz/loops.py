@@ -55,7 +55,6 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "schedule": random.choice(schedules),
         "replicas": replicas,
         "post_validation": random.random() < 0.3,
-        "w_granularity": random.choice(["whole", "linear"]),
         "zero": random.choice([0, 1]) if replicas > 1 and optimizer not in _UNSHARDED else 0,
         "recompute": random.choice(["none", "none", "all"]),
     }

@@ -189,7 +189,7 @@ def smaller(case: Tables) -> Iterator[Tables]:
             changed["layers"][index]["returns"] = "x"
             yield changed
     simple = {"schedule": "1f1b", "microbatches": 1, "recompute": "none"}
-    simple |= {"post_validation": False, "max_grad_norm": 0.0, "w_granularity": "whole"}
+    simple |= {"post_validation": False, "max_grad_norm": 0.0}
     for name, value in simple.items():
         if case["options"][name] != value:
             yield case | {"options": case["options"] | {name: value}}

@@ -35,7 +35,7 @@ def test_losses_are_those_of_plain_torch(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, {"schedule": "zb-auto", "w_granularity": "linear"}),
+        (2, {"schedule": "zb-auto"}),
         (3, {"moves": True}),
         (2, {"recompute": "all"}),
         (4, {"replicas": 2, "schedule": "zb-v"}),

@@ -14,17 +14,14 @@ The headers' leads are then posted ahead.
     the rank's thread   F0 ───────── F1 ─────────
     outbox thread           └ send, wait  └ send,
     poster thread       post, post, post
-    watcher thread             wait
 
     rank's thread   puts a message into an outbox: microseconds
     outbox          talks to gloo, and drops the tensors once the peer has them
     poster          keeps receives posted, for all inboxes
-    watcher         waits for a message while the rank's thread has something else to do
 
 On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer.
 Threads of their own take both off the ops' path. On CUDA both only enqueue, on the current stream,
-and are done in place. Only a thread that waits for a message learns from gloo that it has arrived,
-hence the watcher. On CUDA an arrival can be queried. Headers travel by gloo there, too.
+and are done in place. Headers travel by gloo there, too.
 """
 
 from __future__ import annotations
@@ -55,16 +52,13 @@ class Transport:
         )
         self._world, self._messages, self.ragged = world, own.microbatches, False
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
-        self._watcher = Worker("watcher", bool(own.incoming))
         self._inboxes = {
-            c: Inbox(world, c, c in own.varying, own.depth[c], self._poster, self._watcher)
-            for c in own.incoming
+            c: Inbox(world, c, c in own.varying, own.depth[c], self._poster) for c in own.incoming
         }
         self._outboxes = {c: Outbox(world, c, c in own.varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, even if nobody closes it.
         workers = [
             self._poster,
-            self._watcher,
             *(outbox.worker for outbox in self._outboxes.values()),
         ]
         self._finish = weakref.finalize(self, _end, workers)
@@ -89,10 +83,6 @@ class Transport:
         tensors = inbox.take(microbatch)
         self.ragged = self.ragged or inbox.ragged
         return tensors
-
-    def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
-        """Returns whether `take` would have the message within `timeout` seconds."""
-        return self._inboxes[channel].arrived(microbatch, timeout)
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Sends a message. Its tensors must not change until the peer has them."""

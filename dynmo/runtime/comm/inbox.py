@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import DynmoError, WaitTimeout
-from dynmo.runtime.comm.device_waits import POLL, WaitLimit
+from dynmo.errors import WaitTimeout
 from dynmo.runtime.comm.headers import (
     LEAD,
     TAG_HEADERS,
@@ -62,7 +59,6 @@ class Inbox:
         varying: bool,
         depth: int,
         poster: Worker,
-        watcher: Worker,
     ) -> None:
         self._world = world
         self.channel = channel
@@ -71,8 +67,6 @@ class Inbox:
         # ragged.
         self._headed, self.ragged = varying, False
         self._poster = poster
-        self._watcher = watcher
-        # A header that has landed does not mean that its message has.
         self._depth = depth
         self._spec: Spec | None = None
         self._announced: Announcement | None = None
@@ -81,10 +75,6 @@ class Inbox:
         # of messages are posted behind it for the shape of the step before.
         self._awaits_header = False
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        # The next message, once `arrived` has asked for it. On CPU the event is set when the
-        # message is here or will not come.
-        self._due: Posted | None = None
-        self._here: threading.Event | None = None
 
     def open(self, messages: int) -> None:
         assert not self._open, "messages of an earlier step were not taken"
@@ -137,18 +127,19 @@ class Inbox:
                 f"the {self.channel.direction} of microbatch {microbatch}",
             )
 
-    def _next_posted(self, timeout: float) -> Posted:
-        """Returns the next posted receive. Raises queue.Empty if the poster is late."""
+    def _next_posted(self) -> Posted:
         if not self._awaits_header:
             self._post(1)
-        end = time.perf_counter() + timeout
+        end = time.perf_counter() + self._world.timeout
         while True:
             try:
-                posted = self._posted.get(timeout=min(0.05, timeout))
+                posted = self._posted.get(timeout=0.05)
                 break
             except queue.Empty:
-                if self._poster.error is not None or time.perf_counter() >= end:
-                    raise
+                if self._poster.error is not None:
+                    raise self._poster.error from None
+                if time.perf_counter() >= end:
+                    raise self._late() from None
         if self._awaits_header:
             return posted
         self._open -= 1
@@ -156,54 +147,17 @@ class Inbox:
         self._post(self._window())
         return posted
 
-    def _land(self, microbatch: int) -> tuple[Tensor, ...]:
-        try:
-            buffers, works = self._due or self._next_posted(self._world.timeout)
-        except queue.Empty:
-            raise self._poster.error or self._late("its own receives") from None
-        here, self._due, self._here = self._here, None, None
-        if here is None:
-            self._wait(works, microbatch)
-        # The watcher's own wait has a shorter limit and a better message, so it fails first.
-        elif not here.wait(self._world.timeout + 5) or self._watcher.error is not None:
-            raise self._watcher.error or self._late(
-                f"its own watcher of the {self.channel.direction} of microbatch {microbatch}"
-            )
-        return buffers
-
-    def _late(self, what: str) -> WaitTimeout:
-        me = self._world.rank
+    def _late(self) -> WaitTimeout:
+        world, me = self._world, self._world.rank
         return WaitTimeout(
-            f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}",
-            [self._world.global_rank(me)],
+            f"{world.describe_rank(me)} waited {world.timeout:g} s for its own receives",
+            [world.global_rank(me)],
         )
 
-    def arrived(self, microbatch: int, timeout: float) -> bool:
-        """Returns whether the next message (or its header) comes within `timeout` seconds.
-
-        On CUDA the timeout counts from when the device has nothing left to do.
-        """
-        if self._due is None:
-            try:
-                self._due = self._next_posted(timeout)
-            except queue.Empty:
-                return False
-            if not self._world.enqueues or self._headed or self._awaits_header:
-                self._here = threading.Event()
-                self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
-        if self._here is not None:
-            return self._here.wait(timeout)
-        return _filled(self._world, self._due[1], timeout)
-
-    def _watch(self, works: list[dist.Work], microbatch: int, here: threading.Event) -> None:
-        try:
-            self._wait(works, microbatch)
-        except DynmoError as error:
-            self._watcher.error = error  # before the event, so that the waiting thread sees it
-            raise
-        finally:
-            works.clear()  # or this thread would keep the message until the next
-            here.set()
+    def _land(self, microbatch: int) -> tuple[Tensor, ...]:
+        buffers, works = self._next_posted()
+        self._wait(works, microbatch)
+        return buffers
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
         """Returns the next message, which is the one of `microbatch`."""
@@ -265,14 +219,3 @@ def _marked(tensors: tuple[Tensor, ...], announced: Announcement) -> tuple[Tenso
         if alias:
             mark_alias(tensor)
     return tensors
-
-
-def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
-    """Returns whether the receives are filled within `seconds` of an idle stream."""
-    timeout = WaitLimit(world.device, seconds)
-    while not all(work.is_completed() for work in works):
-        if timeout.over():
-            return False
-        world.look()
-        time.sleep(POLL)
-    return True

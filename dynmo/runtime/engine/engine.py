@@ -120,7 +120,6 @@ class Engine:
             self.clock,
             streams,
             post_validation=post_validation,
-            partial_weights=steps.w_granularity == "linear",
             replicates=replicas.replicates or world.replicas > 1,
         )
         # Gradients wait for `update` or `discard`.

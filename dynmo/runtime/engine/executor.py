@@ -20,7 +20,6 @@ from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet, Copies
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
-from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Send, Verdict
 from dynmo.schedule.op import Kind
 
@@ -71,10 +70,9 @@ class Executor:
         transport: Transport,
         clock: Clock,
         streams: StageStreams,
-        timeout: float | None = None,
     ) -> None:
         self.program, self.stages = program, stages
-        self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
+        self.transport, self.clock, self.streams = transport, clock, streams
         self._buffers = [layer.buffers for stage in stages.values() for layer in stage.layers]
 
     def run(
@@ -166,7 +164,6 @@ class _ProgramRun:
         self._mark = executor.clock.mark
         self._output = StepOutput()
         self._intervals = self._output.intervals
-        self._queue = WeightGradQueue(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made
         # them, microbatch).
         self._arrived: dict[Key, Tensors] = {}
@@ -197,10 +194,9 @@ class _ProgramRun:
                 start = self._forward(compute)
             elif kind is Kind.W:
                 start = self._mark()
-                self._queue.run_rest(op)
+                self._stages[s].backward_weight(j)
             else:
                 start = self._backward_input(compute)
-            self._queue.after(op)
             self._intervals.append(Interval(kind, s, j, start, self._mark()))
 
     def _forward(self, compute: Compute) -> Any:
@@ -242,25 +238,12 @@ class _ProgramRun:
     def _receive(self, awaited: Receive) -> None:
         start = self._mark()
         channel, s, j = awaited
-        if self._executor.timeout is not None:
-            start = self._meanwhile(awaited, self._executor.timeout, start)
         knew = self._transport.ragged
         self._arrived[channel.direction, s, j] = self._transport.take(channel, j)
         if self._transport.ragged and not knew:
             for stage in self._stages.values():
                 stage.expect_ragged()
         self._intervals.append(Interval(WAIT, s, j, start, self._mark()))
-
-    def _meanwhile(self, awaited: Receive, timeout: float, start: Any) -> Any:
-        """Runs partial W's, if there are any, until the message is there."""
-        mark, (channel, s, j) = self._mark, awaited
-        while self._queue.any and not self._transport.arrived(channel, j, timeout):
-            began, op, timeout = mark(), self._queue.run_one(), 0.0
-            if op is not None:
-                self._intervals.append(Interval(WAIT, s, j, start, began))
-                start = mark()
-                self._intervals.append(Interval(op.kind, op.stage, op.microbatch, began, start))
-        return start
 
     def _send(self, sent: Send) -> None:
         start = self._mark()

@@ -37,8 +37,6 @@ class StepOptions:
         memory_limit: Bytes of a rank, or of each, for schedules that are made within a limit.
         recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
             of a placement, the schedule with every stage training, and the number of replicas.
-        w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
-            earlier, while a message is late.
         shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
             costs are measured.
     """
@@ -50,11 +48,7 @@ class StepOptions:
     slices: int | None = None
     memory_limit: Limit = None
     recompute: RecomputeRule = ()
-    w_granularity: Literal["whole", "linear"] = "whole"
     shapes: Shapes | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("w_granularity", self.w_granularity, ("whole", "linear"))
 
     def layouts(self, layers: int, accumulation_groups: int) -> Layouts:
         """Returns the layouts that these steps allow, with groups of the whole mesh."""

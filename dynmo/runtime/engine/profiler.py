@@ -37,8 +37,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
-"""Mark of a layer's op: kind, start, end, and the parts of W inside a BW or ahead of a W
-(`Layer.marks`)."""
+"""Mark of a layer's op: kind, start, end, and the parts of W inside a BW (`Layer.marks`)."""
 
 
 class Profiler:
@@ -174,7 +173,7 @@ def _by_kind(
         if kind is Kind.F:
             f.append(whole)
         elif kind is Kind.W:
-            w.append(_total(whole, *parts))
+            w.append(whole)
         elif kind is Kind.B:
             b.append(whole)
         else:

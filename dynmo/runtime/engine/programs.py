@@ -44,12 +44,11 @@ class Programs:
         streams: StageStreams,
         *,
         post_validation: bool,
-        partial_weights: bool,
         replicates: bool,
     ) -> None:
         self._store, self._schedule_keeper = store, schedule_keeper
         self._profiler, self._clock, self._streams = profiler, clock, streams
-        self._post_validation, self._partial_weights = post_validation, partial_weights
+        self._post_validation = post_validation
         self._replicates = replicates
         self._training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
@@ -75,7 +74,6 @@ class Programs:
                 lower(schedule, self._post_validation, self._varying()),
                 store.frozen.first_trainable,
                 store.layout.microbatches,
-                keeper.message_timeout if self._partial_weights else None,
             )
         return self._training
 
@@ -222,7 +220,6 @@ class Programs:
         programs: tuple[Program, ...],
         first: int,
         microbatches: int,
-        timeout: float | None = None,
     ) -> Executor:
         store, world = self._store, self._store.world
         last = len(store.layout.stage_ranks) - 1
@@ -241,4 +238,4 @@ class Programs:
             stages[stage].is_double = store.is_double
         transport = Transport(world, programs)
         program = programs[world.rank]
-        return Executor(program, stages, transport, self._clock, self._streams, timeout)
+        return Executor(program, stages, transport, self._clock, self._streams)

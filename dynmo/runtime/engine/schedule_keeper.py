@@ -160,11 +160,6 @@ class ScheduleKeeper:
         if self.known is not None:
             self.known = elide(self.known, frozen.first_trainable, frozen.layers)
 
-    @property
-    def message_timeout(self) -> float:
-        """Seconds within which a message arrives that was sent in time."""
-        return 2 * max((link.latency for link in self.links.values()), default=0.0)
-
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """Returns the stages' costs, with the link seconds of the messages between them."""
         request = self._request(self._speeds.current)

@@ -26,7 +26,7 @@ microbatch decides for all whose messages its header announces (`Layer._like_fir
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -166,8 +166,6 @@ class Layer:
         # Modules in evaluation mode at the last step that trained. None before that.
         self._evaluating: list[str] | None = None
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
-        # When pieces of W ran ahead of time, by microbatch.
-        self._ahead: dict[int, list[tuple[Any, Any]]] = {}
         # Outputs of the first microbatch of the program that runs, and which of them have a
         # gradient. The others are constants that are handed on, like rotary tables. If the batch is
         # ragged, the key is the shapes of the inputs.
@@ -177,7 +175,7 @@ class Layer:
         self._have_trained: list[bool] = []
         # Whether some input had no gradient in the first microbatch of the program that runs.
         self._marks_missing: bool | None = None
-        # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
+        # Marks of this step: kind, start, end, and the parts of W inside a BW.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
@@ -761,34 +759,17 @@ class Layer:
         return (*gradients, torch.tensor(there)) if self._marks_missing else gradients
 
     def backward_weight(self, microbatch: int) -> None:
-        """Runs W, or its last piece if `partial_weights` has run the others."""
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
         if self._groups is not None:
             self._groups.after_weight(microbatch)
-        self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
-
-    def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """Runs W in pieces, one deferred weight gradient at each step, in the order of W."""
-        work = self._weight_work.get(microbatch, [])
-        # A B between two pieces would take the existing gradients for its own.
-        while len(work) > 1 and not (self._groups is not None and self._groups.watching):
-            start = self._clock.mark()
-            work.pop(0)[0]()
-            self._ahead.setdefault(microbatch, []).append((start, self._clock.mark()))
-            yield
-        last = bool(work)
-        del work  # or the tensors of the last piece would live on here
-        self.backward_weight(microbatch)
-        if last:
-            yield
+        self.marks.append((Kind.W, start, self._clock.mark(), []))
 
     def clear(self) -> None:
         """Drops the state that microbatches in flight left (after a failed step)."""
         self._saved.clear()
         self._weight_work.clear()
-        self._ahead.clear()
         self.tape.take()
         if self._groups is not None:
             self._groups.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -196,11 +196,6 @@ class Stage:
             layer.backward_weight(microbatch)
             if self.look is not None:
                 self.look(True, layer.index, microbatch, _gradients(layer))
-
-    def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """Runs W like `backward_weight`, one deferred weight gradient at each step."""
-        for layer in reversed(self._trained):
-            yield from layer.partial_weights(microbatch)
 
     def clear(self) -> None:
         for layer in self.layers:

@@ -76,46 +76,6 @@ def channel(
     return seen
 
 
-def asked(world: World, varying: bool, ragged: bool) -> list[bool]:
-    """Rank 1 asks for the messages after the first, before and after rank 0 has put them."""
-    ends = transport(world, 4, 4, varying)
-    ends.open(ragged and world.rank == 0)
-    told: list[bool] = []
-    for j in range(4):
-        sent = message([["float32", [2, 3 + j * ragged]], ["int64", [4]]], j)
-        if world.rank == 1 and j:
-            told.append(ends.arrived(DOWN, j, 0.01))
-        world.barrier("rank 1 to have asked")
-        if world.rank == 0:
-            ends.put(DOWN, j, sent)
-            continue
-        if j:
-            told.append(ends.arrived(DOWN, j, 10.0))
-            told.append(ends.arrived(DOWN, j, 0.0))
-        torch.testing.assert_close(tuple(ends.take(DOWN, j)), sent, rtol=0, atol=0)
-    ends.flush()
-    ends.close()
-    return told
-
-
-def asked_of_the_gone(world: World) -> list[str]:
-    """Rank 0 puts one message and leaves. Rank 1 asks for the next."""
-    ends = transport(world, 2, 2)
-    ends.open()
-    if world.rank == 0:
-        ends.put(DOWN, 0, (torch.zeros(3),))
-        ends.flush()
-        return []
-    ends.take(DOWN, 0)
-
-    def ask() -> None:
-        while not ends.arrived(DOWN, 1, 0.001):
-            pass
-        ends.take(DOWN, 1)
-
-    return error_of(ask)
-
-
 def shapes_change(world: World) -> list[str]:
     ends = transport(world, 3 if world.rank == 0 else 2, 4)
     ends.open()
@@ -298,19 +258,6 @@ def test_non_contiguous_tensors_arrive_intact(pool: Pool) -> None:
     assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], **options) == [4, 4]
 
 
-@pytest.mark.parametrize(("varying", "ragged"), [(False, False), (True, False), (False, True)])
-def test_message_arrival_can_be_queried(pool: Pool, varying: bool, ragged: bool) -> None:
-    """A message has not arrived before it is sent. A query does not take the message."""
-    _, told = pool.run(JOBS + "asked", 2, varying=varying, ragged=ragged)
-    assert told == [False, True, True] * 3
-
-
-def test_arrival_query_names_a_dead_peer(pool: Pool) -> None:
-    _, (kind, text) = pool.run(JOBS + "asked_of_the_gone", 2)
-    assert kind == "RankDied"
-    assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
-
-
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
     (_, sender), _ = pool.run(JOBS + "shapes_change", 2)
     assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
@@ -341,11 +288,11 @@ def test_dead_peer_is_named_at_once(pool: Pool, depth: int) -> None:
 
 
 def test_failed_receive_is_reported_at_once() -> None:
-    poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
+    poster = Worker("poster", threaded=True)
     poster.error = RankDied("the peer is gone")
     world = alone()
     world.timeout = 10_000.0
-    inbox = Inbox(world, Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)
+    inbox = Inbox(world, Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster)
     inbox.open(1)
     with pytest.raises(RankDied, match="the peer is gone"):
         inbox.take(0)

@@ -121,8 +121,7 @@ def test_ragged_step_has_the_whole_depth(device: FakeDevice) -> None:
 
 
 def inbox_of(world: FakeCudaWorld, depth: int) -> Inbox:
-    poster, watcher = (Worker(name, threaded=False) for name in ("poster", "watcher"))
-    inbox = Inbox(world, DOWN, False, depth, poster, watcher)
+    inbox = Inbox(world, DOWN, False, depth, Worker("poster", threaded=False))
     inbox._spec = SPEC
     return inbox
 
@@ -181,14 +180,6 @@ def test_ragged_step_posts_no_receive_ahead_on_the_device(monkeypatch: pytest.Mo
             (tensor,) = inbox.take(j)
             assert tensor.requires_grad
         assert inbox.ragged
-
-
-def test_arrival_query_polls_the_receive() -> None:
-    world = fake_world(rank=1)
-    works: list[Any] = [FakeWork("receive 0", host=False)]
-    assert not receiving._filled(world, works, 0.01)
-    works[0].completed = True
-    assert receiving._filled(world, works, 0.0)
 
 
 # -- channels --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.partition import Partition, uniform
+from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
@@ -20,15 +20,12 @@ from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.agreement import maxima
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
-from tests.pool import Pool
 from tests.runtime.alone import (
-    GPT,
     MICROBATCHES,
     alone,
     around,
@@ -393,22 +390,3 @@ def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     assert predicted.makespan == pytest.approx(MICROBATCHES * 12)
     assert maxima(pipeline.store.world, (2.5,))[0] == 2.5
     assert isinstance(pipeline.model, Model)
-
-
-def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
-    """The seconds after which pieces of W run, and the links' latencies."""
-    steps = StepOptions("zb-h1", microbatches=3, w_granularity=w_granularity)
-    pipeline = Engine(world, model_of(parse({"model": GPT})), uniform(6, world.size), steps)
-    waits = pipeline.programs.executor().timeout
-    Actions(pipeline).on_workload_change(())  # closes its channels
-    return [waits, [link.latency for link in pipeline.schedule_keeper.links.values()]]
-
-
-def test_partial_w_waits_for_twice_the_link_latency(pool: Pool) -> None:
-    ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
-    for waits, latencies in ranks:
-        assert len(latencies) == 2
-        assert waits == 2 * max(latencies) > 0
-    assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
-    for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole"):
-        assert waits is None

@@ -98,7 +98,6 @@ def test_wrong_arguments_of_an_engine_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (partial(StepOptions, "1f1b", MICROBATCHES), "w_granularity"),
         (UpdateOptions, "rollback"),
         (UpdateOptions, "clip_scope"),
     ],

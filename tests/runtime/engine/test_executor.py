@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-from itertools import pairwise, product
+from functools import cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -16,12 +16,12 @@ from dynmo.kernels.seeds import mix
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import WAIT, Executor
+from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
-from dynmo.schedule.lowering import Channel, lower
+from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import Schedule, from_text
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
@@ -39,27 +39,15 @@ def _small_layer(index: int, count: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *inner, nn.Linear(6, 6))
 
 
-class Late(Transport):
-    """Says of messages at random that they are late. So pieces of W run wherever they may."""
-
-    random = Random(0)
-
-    def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
-        return self.random.random() < 0.5 and super().arrived(channel, microbatch, 0.0)
-
-
-def _stages(
-    order: Schedule, rank: int, layers: int, microbatches: int, groups: int, ended: list[int]
-) -> dict[int, Stage]:
-    """Makes the stages of a rank. `ended` takes the layers in the order in which they end."""
+def _stages(order: Schedule, rank: int, layers: int, microbatches: int) -> dict[int, Stage]:
+    """Makes the stages of a rank."""
     each = layers // order.stages
     first = order.first_trainable * each
 
     def layer(index: int) -> Layer:
         module = _small_layer(index, layers).requires_grad_(index >= first)
-        parameters, done = list(module.parameters()), partial(ended.append, index)
-        accumulation = AccumulationGroups(parameters, microbatches, groups, done)
-        return Layer(index, module, HostClock(), 4, groups=accumulation)
+        groups = AccumulationGroups(list(module.parameters()), microbatches, 1)
+        return Layer(index, module, HostClock(), 4, groups=groups)
 
     return {
         s: Stage(
@@ -78,30 +66,21 @@ def execute(
     layers: int,
     microbatches: int,
     frozen: int = 0,
-    late: int | None = None,
-    groups: int = 1,
 ) -> dict[str, Any]:
-    """Two steps of a text or of a random schedule [placement, seed], with equal stages.
-
-    With the seed `late`, messages are late and pieces of W run ahead.
-    """
+    """Two steps of a text or of a random schedule [placement, seed], with equal stages."""
     order = (
         from_text(schedule)
         if isinstance(schedule, str)
         else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
     )
     programs = lower(order)
-    ended: list[int] = []
-    stages = _stages(order, world.rank, layers, microbatches, groups, ended)
-    Late.random = Random(late)
-    ends = (Transport if late is None else Late)(world, programs)
-    timeout = None if late is None else 3e-4
-    executor = Executor(programs[world.rank], stages, ends, HostClock(), StageStreams(), timeout)
+    stages = _stages(order, world.rank, layers, microbatches)
+    ends = Transport(world, programs)
+    executor = Executor(programs[world.rank], stages, ends, HostClock(), StageStreams())
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     own = [layer for stage in stages.values() for layer in stage.layers]
     gradients: dict[str, list[str | None]] = {}
-    ahead = 0
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
         step_output = executor.run(step, inputs, inputs.flip(0))
@@ -114,14 +93,11 @@ def execute(
                 found = None if p.grad is None else bits_of(p.grad)
                 gradients.setdefault(f"{layer.index}.{name}", []).append(found)
                 p.grad = None
-        ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
     return {
         "losses": losses if order.stage_ranks[-1] == world.rank else None,
         "gradients": gradients,
         "left": sum(len(layer._saved) + len(layer._weight_work) for layer in own),
-        "ended": ended,
-        "ahead": ahead,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -136,7 +136,7 @@ def gradients(
 ) -> dict[str, Tensor | None]:
     """Gradients of the last step, of inputs [4, 6] and their like.
 
-    `order` has b and w (the next of each), x (both at once) and p (the next piece of W).
+    `order` has b and w (the next of each) and x (both at once).
     """
     done: list[int] = []
     microbatches = order.count("b") + order.count("x")
@@ -150,22 +150,14 @@ def gradients(
         for j in range(microbatches):
             layer.forward(j, (torch.randn(4, 6, generator=random),), step, True, True, None)
         b = w = 0
-        begun: Iterator[None] | None = None
         for kind in order:
-            if kind == "p":
-                begun = begun or layer.partial_weights(w)
-                next(begun, None)
-            elif kind in "bx":
+            if kind in "bx":
                 layer.backward_input(b, (draw(b, 4, 6),), deferred=kind == "b")
-            elif begun is None:
-                layer.backward_weight(w)
             else:
-                list(begun)
-                begun = None
+                layer.backward_weight(w)
             b, w = b + (kind in "bx"), w + (kind in "wx")
-            assert kind == "p" or len(done) == step + (w == microbatches), "once, at the last W"
+            assert len(done) == step + (w == microbatches), "once, at the last W"
         assert not layer._weight_work
-        assert not layer._ahead
     assert [mark[0] for mark in layer.marks].count(Kind.W) == steps * order.count("w")
     return gradients_of(module)
 
