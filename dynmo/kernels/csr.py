@@ -49,8 +49,20 @@ class Csr:
         return len(self.crow) - 1, self.width
 
     def rows(self) -> Tensor:
-        counts = self.crow.diff().long()
-        return torch.repeat_interleave(torch.arange(len(counts), device=self.crow.device), counts)
+        rows = torch.arange(len(self.crow) - 1, device=self.crow.device)
+        return rows.repeat_interleave(self.crow.diff().long(), output_size=len(self.col))
+
+    def is_valid(self) -> bool:
+        """Return whether rows and columns can be those of a matrix. True on the meta device."""
+        crow, col = self.crow, self.col
+        if crow.is_meta:
+            return True
+        ascending = int(crow[0]) == 0 and bool((crow.diff() >= 0).all())
+        return (
+            ascending
+            and int(crow[-1]) == len(col)
+            and bool(((col >= 0) & (col < self.width)).all())
+        )
 
     def positions(self) -> Tensor:
         """Return row * width + column of each kept weight, ascending."""

@@ -75,7 +75,6 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
 
 def uninstall(module: nn.Module) -> bool:
     """Gives modules their own classes back. Returns whether a tape was there."""
-    originals = {split: kind for kind, split in _REGISTERED.items()}
     found = False
     for child in module.modules():
         kind, own = type(child), vars(child)
@@ -83,10 +82,15 @@ def uninstall(module: nn.Module) -> bool:
             found = True
             del own["tape"]
             own.pop("_products", None)
-            if issubclass(kind, CaughtProducts):
-                kind = kind.__bases__[1]
-            object.__setattr__(child, "__class__", originals.get(kind, kind))
+            object.__setattr__(child, "__class__", plain_class(kind))
     return found
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a module had before it got a tape."""
+    if issubclass(kind, CaughtProducts):
+        kind = kind.__bases__[1]
+    return next((plain for plain, split in _REGISTERED.items() if split is kind), kind)
 
 
 def _owns_matrix(module: nn.Module) -> bool:

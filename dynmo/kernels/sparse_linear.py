@@ -13,8 +13,8 @@ are the same to within rounding, and nothing is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from dynmo.errors import RunError
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
+from dynmo.kernels.packed_weight import PackedWeight, unpacked
 from dynmo.kernels.split import (
     SplitLinear,
     WeightTape,
@@ -87,31 +88,14 @@ def accumulate_sparse(
             add_to_gradient(bias, sum_tokens(rows))
 
 
-class _Pruned(nn.Linear):
-    """A linear whose weight has a meaning only inside the linear.
-
-    Attributes:
-        guard: Start of the error message for other code that reads the weight now. None allows it.
-    """
-
-    guard: str | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and self.guard is not None:
-            raise RunError(f"{self.guard}; let it call the linear, or leave dynamism.pruning out")
-        return super().__getattr__(name)
-
-    @property
-    def own_weight(self) -> nn.Parameter:
-        return cast(nn.Parameter, self._parameters["weight"])
-
-
-class SparseLinear(_Pruned):
+class SparseLinear(PackedWeight, nn.Linear):
     """nn.Linear whose `weight` holds only the kept values in row order, [1, kept].
 
     It is still a matrix, so that it decays as one does. `prune` makes it, never its constructor.
     """
 
+    plain: ClassVar[type[nn.Module]] = nn.Linear
+    form: ClassVar[tuple[str, ...]] = ("crow", "col")
     tape: WeightTape | None = None
     crow: Tensor
     col: Tensor
@@ -121,7 +105,22 @@ class SparseLinear(_Pruned):
     _flipped: tuple[Csr, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, _SparseFunction.apply(input, self.own_weight, self.bias, self))
+        return cast(Tensor, _SparseFunction.apply(input, self.values("weight"), self.bias, self))
+
+    def packed_shape(self, name: str) -> tuple[int, ...]:
+        if self.crow.shape != (self.out_features + 1,) or not self.csr.is_valid():
+            raise ValueError(
+                f"{name} is sparse, but not of {self.out_features} x {self.in_features}"
+            )
+        return 1, len(self.col)
+
+    def pack(self, name: str, dense: Tensor) -> Tensor:
+        return dense.reshape(-1)[self.csr.positions()].reshape(1, -1)
+
+    def unpack(self, name: str, values: Tensor) -> Tensor:
+        dense = values.new_zeros(self.out_features * self.in_features)
+        dense[self.csr.positions()] = values[0]
+        return dense.view(self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kept={self.weight.numel()}"
@@ -177,13 +176,24 @@ def _accumulate_masked(
     weight.grad.mul_(mask)
 
 
-class MaskedLinear(SplitLinear, _Pruned):
+class MaskedLinear(PackedWeight, SplitLinear):
     """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient."""
 
+    plain: ClassVar[type[nn.Module]] = nn.Linear
+    form: ClassVar[tuple[str, ...]] = ("kept_mask",)
     kept_mask: Tensor
 
+    def packed_shape(self, name: str) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
+    def pack(self, name: str, dense: Tensor) -> Tensor:
+        return dense.masked_fill(~self.kept_mask, 0)
+
+    def unpack(self, name: str, values: Tensor) -> Tensor:
+        return values
+
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.own_weight
+        weight = self.values("weight")
         if not weight.requires_grad or not torch.is_grad_enabled():
             return functional.linear(input, weight, self.bias)
         if not may_split(self, input.device):
@@ -206,40 +216,8 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, cast(nn.Linear, child)
 
 
-def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` so that a layer can use a pruned weight only through its linear.
-
-    The values of a sparse weight mean nothing without their places. A weight under a mask would get
-    gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads the
-    weights of its linears itself. Therefore it is switched off in F of such a layer.
-    """
-    pruned = [(name, linear) for name, linear in linears(module) if isinstance(linear, _Pruned)]
-    if not pruned:
-        return run
-
-    def run_guarded(*inputs: Tensor) -> Any:
-        fused = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        for name, linear in pruned:
-            linear.guard = (
-                f"layer {index} uses the weight of its pruned linear {name or 'itself'!r} by itself"
-            )
-        try:
-            return run(*inputs)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fused)
-            for _, linear in pruned:
-                linear.guard = None
-
-    return run_guarded
-
-
 def dense_size(linear: nn.Linear) -> int:
     return linear.out_features * linear.in_features
-
-
-def dense_shape(linear: nn.Linear) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
 
 
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
@@ -272,106 +250,22 @@ def prune(
     Returns:
         The rest of the moments.
     """
-    assert type(linear) in _PRUNABLE
     weight = linear.weight
-    kept = keep.nonzero()[:, 0]
-    positions = _positions(linear)[kept]
-    was_sparse = isinstance(linear, SparseLinear)
-    shape = weight.shape
-
-    def change(tensor: Tensor) -> Tensor:
-        if sparse or was_sparse:
-            return tensor.reshape(-1)[kept if was_sparse else positions].reshape(1, -1)
-        out = torch.zeros_like(tensor)
-        out.view(-1)[positions] = tensor.reshape(-1)[positions]
-        return out
-
-    if sparse or was_sparse:
-        csr = Csr.at(positions, (linear.out_features, linear.in_features))
-        _become(linear, SparseLinear, {"crow": csr.crow, "col": csr.col})
-    else:
-        mask = torch.zeros(shape, dtype=torch.bool, device=weight.device)
-        mask.view(-1)[positions] = True
-        _become(linear, MaskedLinear, {"kept_mask": mask})
-    linear.weight = nn.Parameter(change(weight.detach()), requires_grad=weight.requires_grad)
-    return {name: change(t) if t.shape == shape else t for name, t in moments.items()}
-
-
-def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]) -> None:
-    """Replace the class, not the module: names, bias, hooks and place stay."""
-    for name in ("kept_mask", "crow", "col"):
-        linear._buffers.pop(name, None)
-    linear.__class__ = kind
-    for name, tensor in buffers.items():
-        linear.register_buffer(name, tensor)
-
-
-def encodes_sparsity(module: nn.Module, name: str) -> bool:
-    """Return whether a module's own buffer gives the positions of a pruned weight."""
-    return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (
-        isinstance(module, MaskedLinear) and name == "kept_mask"
-    )
-
-
-def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
-    """Give the linears of `module` the form of a layer with these buffers.
-
-    Their contents are not changed.
-
-    Returns:
-        The names of the weights whose shape is now their own.
-
-    Raises:
-        ValueError: A pruned weight cannot be this module's.
-    """
-    own: set[str] = set()
-    for name, linear in list(linears(module)):
-        prefix = f"{name}." if name else ""
-        crow, col, mask = (buffers.get(prefix + key) for key in ("crow", "col", "kept_mask"))
-        if crow is not None and col is not None:
-            if crow.shape != (linear.out_features + 1,) or (
-                crow.device.type != "meta" and not _fits(crow, col, linear.in_features)
-            ):
-                raise ValueError(
-                    f"{prefix}weight is sparse, but not of {linear.out_features} x "
-                    f"{linear.in_features}"
-                )
-            _become(linear, SparseLinear, {"crow": crow, "col": col})
-            own.add(prefix + "weight")
-        elif mask is not None:
-            _become(linear, MaskedLinear, {"kept_mask": mask})
-        elif isinstance(linear, SparseLinear | MaskedLinear):
-            raise ValueError(
-                f"{prefix}weight is pruned here and not there; pruned weights do not return"
-            )
-    return frozenset(own)
-
-
-def _fits(crow: Tensor, col: Tensor, width: int) -> bool:
-    ascending = int(crow[0]) == 0 and bool((crow.diff() >= 0).all()) and int(crow[-1]) == len(col)
-    return ascending and (not len(col) or (int(col.min()) >= 0 and int(col.max()) < width))
-
-
-def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    weight = linear.weight.detach() if master is None else master
-    if not isinstance(linear, SparseLinear):
-        return weight
-    out = weight.new_zeros(dense_size(linear))
-    out[linear.csr.positions()] = weight[0]
-    return out.view(linear.out_features, linear.in_features)
-
-
-def dense_parameters(
-    module: nn.Module, masters: Mapping[str, Tensor] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """List every parameter or its master by name, pruned ones in dense form."""
-    masters = masters or {}
-    sparse = {
-        f"{name}.weight" if name else "weight": x
-        for name, x in linears(module)
-        if isinstance(x, SparseLinear)
+    # Gradients go. Tensors of another shape are step counts and the like.
+    dense = {
+        name: unpacked(linear, "weight", t)
+        for name, t in {"": weight.detach(), **moments}.items()
+        if t.shape == weight.shape
     }
-    for name, parameter in module.named_parameters():
-        master = masters.get(name)
-        plain = parameter.detach() if master is None else master
-        yield name, dense_weight(sparse[name], master) if name in sparse else plain
+    positions = _positions(linear)[keep]
+    if sparse or isinstance(linear, SparseLinear):
+        csr = Csr.at(positions, (linear.out_features, linear.in_features))
+        SparseLinear.take_form(linear, {"crow": csr.crow, "col": csr.col})
+    else:
+        mask = torch.zeros(dense_size(linear), dtype=torch.bool, device=weight.device)
+        mask[positions] = True
+        MaskedLinear.take_form(linear, {"kept_mask": mask.view(weight.shape)})
+    pruned = cast(PackedWeight, linear)
+    left = moments | {name: pruned.pack("weight", t) for name, t in dense.items()}
+    linear.weight = nn.Parameter(left.pop(""), requires_grad=weight.requires_grad)
+    return left

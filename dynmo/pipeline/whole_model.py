@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, RunError
-from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear
+from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
@@ -131,9 +131,9 @@ class WholeModel:
             if value is None:  # a tied weight that another layer owns
                 continue
             value = value.to(tensor.device)
-            name = names.get(id(tensor))
-            if name is not None and key.rpartition(".")[2] == "weight":
-                value = _surviving(owner, value)
+            name, last = names.get(id(tensor)), key.rpartition(".")[2]
+            if isinstance(owner, PackedWeight) and last in owner.packed:
+                value = owner.pack(last, value)
             with torch.no_grad():
                 tensor.copy_(value)
             if name is not None and name in optimizer.masters:
@@ -179,13 +179,6 @@ class WholeModel:
                     f"{owner!r} and {key!r} are one weight of this model, but differ in the state"
                 )
         return tensors
-
-
-def _surviving(owner: nn.Module, dense: Tensor) -> Tensor:
-    """Returns a dense weight in the form that its owner has. Pruned weights stay 0."""
-    if isinstance(owner, SparseLinear):
-        return dense.reshape(-1)[owner.csr.positions()].reshape(1, -1)
-    return dense.masked_fill(~owner.kept_mask, 0) if isinstance(owner, MaskedLinear) else dense
 
 
 def join_outputs(

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from dynmo.kernels import crossover
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.deferral import install
+from dynmo.kernels.packed_weight import conform, dense_parameters, unpacked
 from dynmo.kernels.sparse_linear import (
     MaskedLinear,
     SparseLinear,
-    conform,
-    dense_parameters,
-    dense_weight,
     linears,
     prune,
     survivors,
@@ -41,6 +39,10 @@ def pair(
 
 def some(total: int, share: float, seed: int = 0) -> Tensor:
     return torch.rand(total, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def dense_weight(linear: nn.Linear) -> Tensor:
+    return unpacked(linear, "weight", linear.weight.detach())
 
 
 def kept_gradient(linear: nn.Linear) -> Tensor:
@@ -212,13 +214,17 @@ def test_conform_adopts_the_form_of_received_layers() -> None:
     prune(source[1], some(12, 0.9), False, {})  # pyright: ignore[reportArgumentType]
     with torch.device("meta"):
         target = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    assert conform(target, dict(source.named_buffers())) == {"0.weight"}
+    conform(target, dict(source.named_buffers()))
+    shapes = [{name: x.shape for name, x in each.named_parameters()} for each in (target, source)]
+    assert shapes[0] == shapes[1]
     assert [type(x) for x in target] == [SparseLinear, MaskedLinear]
     assert {n for n, _ in target.named_buffers()} == {n for n, _ in source.named_buffers()}
     dense = {name: tuple(t.shape) for name, t in dense_parameters(source)}
     assert list(dense) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert dense["0.weight"] == (4, 5)
-    with pytest.raises(ValueError, match="pruned weights do not return"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight is packed here \(SparseLinear\) and not there"
+    ):
         conform(target, {})
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dynmo.errors import CheckpointError
-from dynmo.kernels.sparse_linear import dense_weight, prune
+from dynmo.kernels.packed_weight import unpacked
+from dynmo.kernels.sparse_linear import prune
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.whole_model import WholeModel
@@ -93,7 +94,7 @@ def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dty
     WholeModel(engine).load_state_dict(ones)
     kept = keep.view(8, 8).float()
     assert same(WholeModel(engine).state_dict(), ones | {key: kept})
-    assert torch.equal(dense_weight(linear).float(), kept)
+    assert torch.equal(unpacked(linear, "weight", linear.weight).float(), kept)
     engine.step(1, *tokens(1), lr=0.1)
 
 

@@ -2,7 +2,7 @@
 
 A forward can run again from them. Buffers are copied and compared by value. A tensor's `_version`
 is not enough: torch's batch norm does not raise it, nor do writes through `.data` or numpy. Buffers
-that encode the sparsity of a pruned weight are left out. Forwards only read them, and they are
+that give the form of packed weights are left out. Forwards only read them, and they are
 large.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.sparse_linear import encodes_sparsity
+from dynmo.kernels.packed_weight import gives_form
 
 # Integers of an element's size, in bytes. A complex number of 16 bytes is two of 8.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -57,7 +57,7 @@ class BufferSet:
     def __iter__(self) -> Iterator[tuple[BufferKey, Tensor]]:
         for place, owner in enumerate(self._owners):
             for name, buffer in owner._buffers.items():
-                if buffer is not None and not encodes_sparsity(owner, name):
+                if buffer is not None and not gives_form(owner, name):
                     yield BufferKey(place, name), buffer
         for name, generator in self.generators.items():
             yield BufferKey(len(self._owners), name), generator.get_state()

@@ -36,8 +36,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.deferral import CaughtProducts, install
+from dynmo.kernels.packed_weight import guarded
 from dynmo.kernels.seeds import generator_of, seed_forward
-from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, splits, used_leaves
 from dynmo.kernels.torch_private import (
     FunctionBase,

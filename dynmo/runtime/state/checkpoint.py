@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
-from dynmo.kernels.sparse_linear import conform
+from dynmo.kernels.packed_weight import conform
 from dynmo.runtime.comm.attempt import Attempt
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
@@ -328,29 +328,21 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
         CheckpointError: The layer has another shape or dtype.
     """
     try:
-        pruned = conform(
-            module, {key: t for (section, key), t in tensors.items() if section == "buffer"}
-        )
+        conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
     except ValueError as error:
         raise CheckpointError(
             f"layer {index} ({name}): {error}; resume with the run's own config"
         ) from None
     layer = f"layer {index} ({name})"
-    _check_shapes(layer, module, tensors, pruned)
+    _check_shapes(layer, module, tensors)
     left_out = _remade_buffers(layer, module, tensors)
     _check_dtypes(layer, module, tensors)
     return {key: tensor for key, tensor in tensors.items() if key not in left_out}
 
 
-def _check_shapes(
-    layer: str, module: nn.Module, tensors: Contents, pruned: Collection[str]
-) -> None:
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
-    saved = {
-        key: tuple(t.shape)
-        for (section, key), t in tensors.items()
-        if section == "parameter" and key not in pruned
-    }
+def _check_shapes(layer: str, module: nn.Module, tensors: Contents) -> None:
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter"}
     for key in sorted({*shapes, *saved}):
         if shapes.get(key) != saved.get(key):
             raise CheckpointError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.sparse_linear import dense_parameters
+from dynmo.kernels.packed_weight import dense_parameters
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.optim.optimizer import needs_master
@@ -18,7 +18,7 @@ from dynmo.runtime.state.layer_store import LayerStore
 def weights_digest(store: LayerStore) -> str:
     """Returns the SHA-256 over that of each layer's parameters. Every rank calls it.
 
-    The layers come in global order, and pruned parameters in dense form. For a parameter in lower
+    The layers come in global order, and packed parameters in dense form. For a parameter in lower
     precision the float32 master is hashed, since the parameter is the rounded master. One without a
     master is hashed in float32.
 
@@ -36,7 +36,7 @@ def weights_digest(store: LayerStore) -> str:
 def buffers_digest(store: LayerStore) -> str:
     """Returns the SHA-256 over that of each layer's persistent buffers.
 
-    Name, dtype, shape and values count. Buffers that encode the sparsity of pruned weights do not.
+    Name, dtype, shape and values count. Buffers that give the form of packed weights do not.
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:

@@ -1,6 +1,6 @@
 """The weights and persistent buffers of a layer, in the form in which they leave dynmo.
 
-Weights of low precision become float32: their master, if there is one. Pruned weights are dense.
+Weights of low precision become float32: their master, if there is one. Packed weights are dense.
 """
 
 from __future__ import annotations
@@ -10,19 +10,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.sparse_linear import (
-    SparseLinear,
-    dense_parameters,
-    dense_shape,
-    encodes_sparsity,
-)
+from dynmo.kernels.packed_weight import dense_parameters, gives_form, unpacked
 from dynmo.kernels.split import LOW
 
 
 def entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yields key, owner and tensor of what `module.state_dict()` has, in its order.
 
-    Buffers that encode the sparsity of pruned weights are left out.
+    Buffers that give the form of packed weights are left out.
     """
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -31,7 +26,7 @@ def entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
                 yield prefix + name, owner, parameter
         for name, buffer in owner._buffers.items():
             is_saved = name not in owner._non_persistent_buffers_set
-            if buffer is not None and is_saved and not encodes_sparsity(owner, name):
+            if buffer is not None and is_saved and not gives_form(owner, name):
                 yield prefix + name, owner, buffer
 
 
@@ -53,14 +48,13 @@ def exact_state(module: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, T
 def shapes_of_state(module: nn.Module) -> dict[str, Tensor]:
     """Returns what `exact_state` would, without values, on the meta device.
 
-    The layer may be on the meta device, where pruned weights are dense.
+    The layer may be on the meta device.
     """
     parameters = {id(parameter) for parameter in module.parameters()}
     made = dict[str, Tensor]()
     for key, owner, tensor in entries(module):
         is_low = id(tensor) in parameters and tensor.dtype in LOW
         dtype = torch.float32 if is_low else tensor.dtype
-        made[key] = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        if isinstance(owner, SparseLinear) and tensor is owner.own_weight:
-            made[key] = made[key].new_empty(dense_shape(owner))
+        shape = unpacked(owner, key.rpartition(".")[2], tensor.detach()).shape
+        made[key] = torch.empty(shape, dtype=dtype, device="meta")
     return made

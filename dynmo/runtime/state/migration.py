@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
-from dynmo.kernels.sparse_linear import conform
+from dynmo.kernels.packed_weight import conform
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import (
     DTYPES,
@@ -98,7 +98,7 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
     """Puts tensors into a module. Returns the optimizer's.
 
     A module with memory keeps its own tensors, with other values, so that references to them stay
-    right. Shapes may differ: pruned linears take the form that they have at the source.
+    right. Shapes may differ: parts with packed weights take the form that they have at the source.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:

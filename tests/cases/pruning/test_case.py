@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dynmo.cases.pruning.case import Alone, Cubic, PruningCase, cut, masters
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError
-from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
+from dynmo.kernels.packed_weight import unpacked
+from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Layers
 from dynmo.pipeline.case_context import CaseContext
@@ -146,7 +147,10 @@ def train(pipeline: Any, pruning: PruningCase, steps: int, first: int = 0) -> li
 
 def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
     named = [(i, *each) for i in range(6) for each in linears(pipeline.store.modules[i])]
-    return {(i, name): dense_weight(linear) == 0 for i, name, linear in named}
+    return {
+        (i, name): unpacked(linear, "weight", linear.weight.detach()) == 0
+        for i, name, linear in named
+    }
 
 
 def forms(pipeline: Any, layers: Iterable[int] = range(1, 5)) -> set[type]:
@@ -215,7 +219,9 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
         theirs = dict(linears(plain.store.modules[index]))
         for name, linear in linears(pipeline.store.modules[index]):
             wanted = theirs[name].weight.detach()
-            torch.testing.assert_close(dense_weight(linear), wanted, rtol=1e-3, atol=2e-5)
+            torch.testing.assert_close(
+                unpacked(linear, "weight", linear.weight.detach()), wanted, rtol=1e-3, atol=2e-5
+            )
 
 
 def test_frozen_layers_are_not_pruned() -> None:

@@ -1,0 +1,199 @@
+"""Modules whose weights are no plain parameters: compressed, or in another shape.
+
+    SparseLinear   weight     [1, kept]     values: they train, move and are saved as they are
+                   crow, col                buffers of the form: they move and are saved, too
+
+What dynmo must know of such a module is in its class, `PackedWeight`. A module takes its form on
+the rank that packs it. It takes the same form on every rank where its layer arrives or is loaded:
+the form's buffers tell which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import RunError
+from dynmo.kernels.deferral import plain_class
+
+_FORMS: list[type[PackedWeight]] = []
+
+# Modules of dynmo that have forms, by a buffer of the form. A process that does not pack weights
+# itself may load packed ones.
+_LATE: dict[str, str] = dict.fromkeys(("crow", "kept_mask"), "dynmo.kernels.sparse_linear")
+
+
+class PackedWeight(nn.Module):
+    """A module whose weights have another form than those of a plain one. Inherit from both.
+
+    Parameters keep their names. `forward` reads a packed one by `values`, because `self.weight`
+    raises RunError while the layer runs: other code of the layer would take it for a plain weight.
+
+    Attributes:
+        plain: The class of modules that may take this form. Its subclasses may not.
+        form: Names of the buffers that give the form. They move and are saved. Forwards do not
+            write to them. No digest and no `state_dict` has them, as these have dense weights.
+        packed: Names of the packed parameters.
+
+    Example:
+        >>> class Halved(PackedWeight, nn.Linear):
+        ...     plain, form = nn.Linear, ("rows",)
+        ...     def packed_shape(self, name):
+        ...         return len(self.rows), self.in_features
+        ...     def pack(self, name, dense):
+        ...         return dense[self.rows]
+        ...     def unpack(self, name, values):
+        ...         dense = values.new_zeros(self.out_features, self.in_features)
+        ...         return dense.index_copy(0, self.rows, values)
+        ...     def forward(self, input):
+        ...         weight = self.unpack("weight", self.values("weight"))
+        ...         return nn.functional.linear(input, weight, self.bias)
+        >>> linear = nn.Linear(3, 4)
+        >>> weight = linear.weight.detach()
+        >>> Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
+        >>> linear.weight = nn.Parameter(linear.pack("weight", weight))
+        >>> linear.weight.shape
+        torch.Size([2, 3])
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    form: ClassVar[tuple[str, ...]]
+    packed: ClassVar[tuple[str, ...]] = ("weight",)
+    # Who would read packed parameters now, for the error. None allows it.
+    _guard: str | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "form" in vars(cls):
+            _FORMS.append(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._guard is not None and name in self.packed:
+            raise RunError(
+                f"{self._guard} by itself, whose {name} is packed ({type(self).__name__}); let it "
+                "call the module, or leave out the case that packs it"
+            )
+        return super().__getattr__(name)
+
+    def values(self, name: str) -> nn.Parameter:
+        """Returns a packed parameter, for `forward`."""
+        return cast(nn.Parameter, self._parameters[name])
+
+    def packed_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape that a packed parameter has in this form.
+
+        Raises:
+            ValueError: The form's buffers cannot be this module's.
+        """
+        raise NotImplementedError
+
+    def pack(self, name: str, dense: Tensor) -> Tensor:
+        """Packs a dense tensor: new values of a parameter, its master or a moment."""
+        raise NotImplementedError
+
+    def unpack(self, name: str, values: Tensor) -> Tensor:
+        """Makes a packed parameter, its master or a moment dense. Works on the meta device, too."""
+        raise NotImplementedError
+
+    @classmethod
+    def take_form(cls, module: nn.Module, form: Mapping[str, Tensor]) -> None:
+        """Gives a plain module this form. Packed parameters whose shape changes lose their values.
+
+        The class is replaced, not the module: names, hooks, place and other tensors stay.
+
+        Args:
+            module: A module of the plain class, also in another form.
+            form: The form's buffers.
+
+        Raises:
+            ValueError: The buffers cannot be this module's.
+        """
+        for name in module.form if isinstance(module, PackedWeight) else ():
+            del module._buffers[name]
+        module.__class__ = cls
+        taken = cast(PackedWeight, module)
+        for name in cls.form:
+            taken.register_buffer(name, form[name])
+        for name in cls.packed:
+            values, shape = taken.values(name), taken.packed_shape(name)
+            if values.shape != shape:
+                empty = torch.empty(shape, dtype=values.dtype, device="meta")
+                taken._parameters[name] = nn.Parameter(empty, values.requires_grad)
+
+
+def gives_form(module: nn.Module, name: str) -> bool:
+    """Returns whether a module's own buffer gives the form of packed parameters."""
+    return isinstance(module, PackedWeight) and name in module.form
+
+
+def unpacked(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Returns a module's own parameter, its master or a moment in dense form."""
+    if isinstance(module, PackedWeight) and name in module.packed:
+        return module.unpack(name, tensor)
+    return tensor
+
+
+def dense_parameters(
+    module: nn.Module, masters: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Lists every parameter or its master by name, packed ones in dense form."""
+    for key, parameter in module.named_parameters():
+        path, _, name = key.rpartition(".")
+        tensor = (masters or {}).get(key, parameter.detach())
+        yield key, unpacked(module.get_submodule(path), name, tensor)
+
+
+def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Gives the parts of a layer the forms of a layer with these buffers. Values are not set.
+
+    Raises:
+        ValueError: A packed weight cannot be this layer's.
+    """
+    for name in {key.rpartition(".")[2] for key in buffers} & {*_LATE}:
+        import_module(_LATE[name])
+    for path, part in list(module.named_modules()):
+        prefix = f"{path}." if path else ""
+        plain = part.plain if isinstance(part, PackedWeight) else plain_class(type(part))
+        for kind in reversed(_FORMS):
+            form = {name: buffers[prefix + name] for name in kind.form if prefix + name in buffers}
+            if kind.plain is plain and form and len(form) == len(kind.form):
+                try:
+                    kind.take_form(part, form)
+                except ValueError as error:
+                    raise ValueError(f"{prefix}{error}") from None
+                break
+        else:
+            if isinstance(part, PackedWeight) and part.form:
+                raise ValueError(
+                    f"{prefix}{part.packed[0]} is packed here ({type(part).__name__}) and not "
+                    "there; packed weights do not become plain ones"
+                )
+
+
+def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run` so that a layer can use packed weights only through their modules.
+
+    torch's fused evaluation of `nn.TransformerEncoderLayer` reads the weights of its linears
+    itself. Therefore it is switched off in F of such a layer.
+    """
+    parts = [(path, x) for path, x in module.named_modules() if isinstance(x, PackedWeight)]
+    if not parts:
+        return run
+
+    def run_guarded(*inputs: Tensor) -> Any:
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        for path, part in parts:
+            part._guard = f"layer {index} uses the weight of {path or 'itself'!r}"
+        try:
+            return run(*inputs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            for _, part in parts:
+                part._guard = None
+
+    return run_guarded

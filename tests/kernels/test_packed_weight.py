@@ -1,0 +1,88 @@
+"""Modules with weights in a form of their own, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import RunError
+from dynmo.kernels.packed_weight import PackedWeight, conform, dense_parameters, guarded
+
+
+class Halved(PackedWeight, nn.Linear):
+    """Keeps the even rows of a weight."""
+
+    plain, form = nn.Linear, ("rows",)
+    rows: Tensor
+
+    def packed_shape(self, name: str) -> tuple[int, ...]:
+        if len(self.rows) > self.out_features:
+            raise ValueError(f"{name} has {len(self.rows)} rows")
+        return len(self.rows), self.in_features
+
+    def pack(self, name: str, dense: Tensor) -> Tensor:
+        return dense[self.rows]
+
+    def unpack(self, name: str, values: Tensor) -> Tensor:
+        dense = values.new_zeros(self.out_features, self.in_features)
+        return dense.index_copy(0, self.rows, values)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.unpack("weight", self.values("weight"))
+        return nn.functional.linear(input, weight, self.bias)
+
+
+def halved(kind: Any = nn.Linear) -> tuple[Any, Tensor]:
+    linear: Any = kind(3, 4)
+    weight = linear.weight.detach()
+    Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
+    linear.weight = nn.Parameter(linear.pack("weight", weight))
+    return linear, weight
+
+
+def test_a_form_replaces_the_class_alone() -> None:
+    linear, weight = halved()
+    assert type(linear) is Halved
+    kept = weight * torch.tensor([1.0, 0, 1, 0])[:, None]
+    assert torch.equal(dict(dense_parameters(linear))["weight"], kept)
+    x = torch.ones(2, 3)
+    assert torch.equal(linear(x), nn.functional.linear(x, kept, linear.bias))
+
+
+def test_conform_knows_forms_by_their_buffers() -> None:
+    class Own(nn.Linear):
+        pass
+
+    source = nn.Sequential(halved()[0], Own(3, 4))
+    target = nn.Sequential(nn.Linear(3, 4), Own(3, 4))
+    buffers = {name: torch.tensor([0, 2]) for name in ("0.rows", "1.rows")}
+    conform(target, buffers)
+    assert [type(x) for x in target] == [Halved, Own], "a class that is not the plain one"
+    assert target[0].weight.shape == source[0].weight.shape
+    with pytest.raises(ValueError, match=r"^0\.weight has 5 rows"):
+        conform(nn.Sequential(nn.Linear(3, 4)), {"0.rows": torch.zeros(5)})
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_only_the_module_reads_its_packed_weight(fails: bool) -> None:
+    linear, _ = halved()
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.inner.weight.t() if fails else self.inner(x)
+
+    layer = Layer()
+    run = guarded(3, layer, layer)
+    if fails:
+        with pytest.raises(RunError, match=r"layer 3 uses the weight of 'inner' by itself"):
+            run(torch.ones(1, 3))
+    else:
+        run(torch.ones(1, 3))
+    assert linear.weight is not None, "allowed again"
