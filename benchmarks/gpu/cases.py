@@ -37,12 +37,12 @@ from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.case_registry import make_cases
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state.layer_options import LayerOptions
-from dynmo.train.setup import cases_of
 
 # Steps at which the cases of the configuration act.
 SPARSE, DENSE, PRUNE = 1, 2, 3
@@ -155,7 +155,9 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     config = config_of(options, blocks)
     run = Run(device, config, options)
     pipeline = run.pipeline
-    pruning, sparse = sorted(cases_of(config, pipeline.model.layers), key=lambda case: case.name)
+    facts = config.facts(pipeline.model.layers, on_cuda=True)
+    cases = make_cases([*config.dynamism.named.values()], facts)
+    pruning, sparse = sorted(cases, key=lambda case: case.name)
     half = range(pipeline.model.layers // 2)
 
     def act(case: Any, step: int) -> None:

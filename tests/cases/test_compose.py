@@ -9,8 +9,9 @@ from torch import nn
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.train.setup import cases_of, model_of
+from dynmo.train.setup import model_of
 from tests.cases.freezing.test_egeria import LONG, OPTIONS
+from tests.cases.kept import cases_of
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES, run, same
 from tests.equality import config as small_run

@@ -12,7 +12,7 @@ from dynmo.elastic.launcher.rank_side import describe
 from dynmo.errors import ConfigError, RunError
 from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
 from dynmo.pipeline.case_registry import from_class
-from dynmo.train.setup import cases_of
+from tests.cases.kept import cases_of
 from tests.cases.own_case import LayerDrop
 from tests.equality import RANDOM_MOVES, fields_of, run
 from tests.pool import Pool

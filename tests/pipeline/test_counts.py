@@ -15,8 +15,8 @@ from dynmo.config import parse
 from dynmo.events import Event, TokensEvent
 from dynmo.models.experts import ExpertRule, ExpertsHalf
 from dynmo.pipeline.counts import Counts
-from dynmo.train.setup import cases_of, model_of
-from tests.cases.kept import Kept, short_run
+from dynmo.train.setup import model_of
+from tests.cases.kept import Kept, cases_of, short_run
 from tests.pool import Pool
 
 CASES: dict[str, dict[str, Any]] = {

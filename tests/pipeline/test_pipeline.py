@@ -19,7 +19,8 @@ import dynmo
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
 from dynmo.pipeline.case import TokenShares
-from dynmo.train.setup import cases_of, model_of
+from dynmo.train.setup import model_of
+from tests.cases.kept import cases_of
 from tests.pipeline import jobs
 from tests.pipeline.jobs import batch, layers, lengths, odd_layers
 from tests.pool import Pool

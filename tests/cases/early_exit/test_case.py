@@ -12,8 +12,8 @@ from dynmo.cases.early_exit.case import EarlyExitCase
 from dynmo.config import parse
 from dynmo.models.early_exit import ExitHead
 from dynmo.pipeline.case import Change, TokenShares
-from dynmo.train.setup import cases_of, model_of
-from tests.cases.kept import Kept, short_run
+from dynmo.train.setup import model_of
+from tests.cases.kept import Kept, cases_of, short_run
 from tests.equality import fields_of, run
 from tests.pool import Pool
 

@@ -17,8 +17,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
 from dynmo.pipeline.case import Change, Dynamism, Signals
-from dynmo.train.setup import cases_of
-from tests.cases.kept import Kept
+from tests.cases.kept import Kept, cases_of
 
 BLOCKS = [f"blocks.{i}.{half}" for i in (0, 1) for half in ("attention", "feed_forward")]
 NAMES = ["embedding", *BLOCKS, "head"]
