@@ -13,6 +13,7 @@ from dynmo.cases.pruning.case import Alone
 from dynmo.config import Config
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_registry import make_cases
+from dynmo.train.setup import own_cases
 
 
 class Kept:
@@ -66,4 +67,5 @@ def short_run(case: str, options: dict[str, Any], ranks: int, blocks: int) -> di
 def cases_of(config: Config, layers: int) -> list[Dynamism]:
     """Makes the cases that a config names."""
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
-    return make_cases([*config.dynamism.named.values()], config.facts(layers, on_cuda))
+    cases = [*config.dynamism.named.values(), *own_cases(config)]
+    return make_cases(cases, config.facts(layers, on_cuda))
