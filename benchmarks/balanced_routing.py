@@ -34,7 +34,8 @@ from benchmarks import harness
 from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
 from dynmo.kernels.balanced_assignment import sinkhorn
-from dynmo.models.experts import ExpertRouter, ExpertRule
+from dynmo.models.experts import ExpertRouter
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -117,7 +118,10 @@ def loads_of(scores: Tensor, top_k: int) -> dict[str, float]:
         "column": float(scaled.sum(0).max()) * experts,
     }
     if tokens <= AUCTION_TOKENS:
-        router = ExpertRouter(experts, ExpertRule(experts, top_k, "auction", 0.0, None), 1.0)
+        options = ModelOptions(
+            kind="moe", hidden=experts, heads=1, experts=experts, top_k=top_k, routing="auction"
+        )
+        router = ExpertRouter(options)
         nn.init.eye_(router.weight)  # its input is the scores
         figures["auction"] = hottest(router(scores)[1], experts)
     return figures

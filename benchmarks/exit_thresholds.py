@@ -13,7 +13,6 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -23,8 +22,8 @@ from benchmarks.harness import run_ranks
 from benchmarks.learning import block_flops
 from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
+from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import Config
-from dynmo.models.early_exit import ExitHead
 from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import model_of
@@ -65,7 +64,7 @@ class Evaluation:
         """Returns the loss, the seconds, and the share of the tokens that left at each exit."""
         for head in self._heads:
             head.exits = threshold is not None
-            head.rule = replace(head.rule, threshold=threshold or 0.0)
+            head.threshold = threshold or 0.0
         self._exited.clear()
         start = time.perf_counter()
         loss = self._pipeline.evaluate(self._inputs, self._targets, microbatches=self._batches)

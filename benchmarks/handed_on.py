@@ -26,6 +26,7 @@ import dynmo
 from benchmarks.harness import run_ranks
 from benchmarks.output import main
 from dynmo.models.gpt import FeedForwardHalf, Head
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.world import World
 
@@ -85,12 +86,13 @@ class Beside(nn.Module):
 
 def make_layers(hidden: int, blocks: int, differentiated: bool) -> list[nn.Module]:
     torch.manual_seed(0)
+    options = ModelOptions(hidden=hidden, vocab=VOCABULARY)
     halves = [
         half
         for _ in range(blocks)
-        for half in (Attention(hidden), Beside(FeedForwardHalf(hidden, 0.02, 0.02, 0.0)))
+        for half in (Attention(hidden), Beside(FeedForwardHalf(options)))
     ]
-    head = Beside(Head(hidden, VOCABULARY, 0.02), hands_on=False)
+    head = Beside(Head(options), hands_on=False)
     return [Embed(hidden, differentiated), *halves, head]
 
 

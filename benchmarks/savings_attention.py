@@ -40,11 +40,13 @@ from torch import Tensor
 
 from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, time_layer
 from benchmarks.output import main
+from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
 from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
 from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
 from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys, take
-from dynmo.models.gpt import AttentionHalf, AttentionOptions, SharedAttentionHalf
+from dynmo.models.gpt import AttentionHalf
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 
@@ -78,7 +80,7 @@ class ThreadClock:
 def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> AttentionHalf:
     """Builds an attention half."""
     torch.manual_seed(0)
-    options = AttentionOptions(HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0)
+    options = ModelOptions(hidden=HIDDEN, heads=HEADS, sequence=sequence)
     module = (SharedAttentionHalf if shared else AttentionHalf)(options)
     if isinstance(module, SharedAttentionHalf):
         module.sparse_attention = sparse

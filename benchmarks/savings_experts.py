@@ -26,8 +26,9 @@ from torch import Tensor
 from benchmarks.harness import alternate, part_medians, run_ranks
 from benchmarks.output import main, markdown
 from benchmarks.savings_tokens import Side, function_side, layer_side
-from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.experts import ExpertsHalf
 from dynmo.models.gpt import FeedForwardHalf
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
 
 TOKENS, HIDDEN = 512, 256
@@ -37,14 +38,9 @@ SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
 def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
     """Builds a half whose tokens spread evenly, or all choose the same experts."""
     torch.manual_seed(0)
-    module = ExpertsHalf(
-        HIDDEN,
-        ExpertRule(experts, top_k, "auction" if load == "even" else "bias", 0.01, None),
-        0,
-        0.02,
-        0.02,
-        0.0,
-    )
+    routing = "auction" if load == "even" else "bias"
+    options = ModelOptions(kind="moe", hidden=HIDDEN, experts=experts, top_k=top_k, routing=routing)
+    module = ExpertsHalf(options)
     if load == "one":
         module.router.bias[:top_k] = 10.0
     return module
@@ -82,7 +78,7 @@ def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     module = half(experts, top_k, load)
     sides = {
-        "dense": layer_side(FeedForwardHalf(HIDDEN, 0.02, 0.02, 0.0), (x,)),
+        "dense": layer_side(FeedForwardHalf(ModelOptions(hidden=HIDDEN)), (x,)),
         "experts": layer_side(module, (x,)),
         "router": function_side(lambda t: module.router(t)[2], x),
         "rows": rows_to_experts(module, x),

@@ -39,11 +39,14 @@ from torch.nn import functional
 from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, time_layer
 from benchmarks.output import main, markdown
 from benchmarks.savings_attention import ThreadClock
+from dynmo.cases.early_exit import EarlyExit
+from dynmo.cases.early_exit.layers import ExitAttentionHalf, ExitHead
+from dynmo.cases.mixture_of_depths import MixtureOfDepths
+from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router, add_selected
 from dynmo.kernels.token_attention import attend_kept, attend_packed
 from dynmo.kernels.token_select import merge, select
-from dynmo.models.early_exit import ExitAttentionHalf, ExitFeedForwardHalf, ExitHead, ExitRule
-from dynmo.models.gpt import AttentionHalf, AttentionOptions, FeedForwardHalf
-from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
+from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
 
@@ -111,9 +114,9 @@ def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, f
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     stream = torch.randn(tokens, hidden, generator=generator)
     targets = torch.randint(VOCAB, (tokens,), generator=generator)
-    attention = ExitAttentionHalf(AttentionOptions(hidden, HEADS, sequence, 0.02, 0.02, 0.0))
-    feed_forward = ExitFeedForwardHalf(hidden, 0.02, 0.02, 0.0)
-    head = ExitHead(hidden, VOCAB, 0.02, sequence, ExitRule("softmax", 0.9, True), 1.0, 1.0, 2.0)
+    model = ModelOptions(hidden=hidden, heads=HEADS, sequence=sequence, vocab=VOCAB)
+    attention, feed_forward = ExitAttentionHalf(model), FeedForwardHalf(model)
+    head = ExitHead(model, EarlyExit(exits=[0]), 0)
     every = torch.arange(tokens)
 
     def state(index: Tensor, gone: Tensor) -> Tensors:
@@ -144,24 +147,24 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
     tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, sequence, hidden, generator=generator)
     heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
-    options = AttentionOptions(hidden, HEADS, sequence, 0.02, 0.02, 0.0)
+    model = ModelOptions(hidden=hidden, heads=HEADS, sequence=sequence)
     sides = {
-        "dense attention": layer_side(AttentionHalf(options), (x,)),
-        "dense feed-forward": layer_side(FeedForwardHalf(hidden, 0.02, 0.02, 0.0), (x,)),
+        "dense attention": layer_side(AttentionHalf(model), (x,)),
+        "dense feed-forward": layer_side(FeedForwardHalf(model), (x,)),
         "pairs": function_side(dense_attention, heads, heads.clone(), heads.clone()),
     }
     pairs = dict[str, float]()
     for share in CAPACITIES:
-        router = Router(hidden, share, "mlp", 0.01, 0.02)
-        half = RoutedAttentionHalf(options, router)
+        router = Router(model, MixtureOfDepths(capacity=share))
+        half = RoutedAttentionHalf(model, router)
+        back = FeedForwardHalf(model)
+        back.residual = add_selected
         with torch.no_grad():
             handed = half(x)
         count, index = round(share * sequence), handed[3]
         pairs[f"{share}"] = count * (count + 1) / (sequence * (sequence + 1))
         sides[f"attention {share}"] = layer_side(half, (x,))
-        sides[f"feed-forward {share}"] = layer_side(
-            RoutedFeedForwardHalf(hidden, 0.02, 0.02, 0.0), handed
-        )
+        sides[f"feed-forward {share}"] = layer_side(back, handed)
         sides[f"rows {share}"] = function_side(
             lambda t, index=index: select(t, index), x.view(tokens, hidden)
         )

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dynmo.options import written as written
     from dynmo.pipeline.case_options import CaseOptions as CaseOptions
     from dynmo.pipeline.case_options import RunFacts as RunFacts
-    from dynmo.pipeline.case_options import needs_own_layers as needs_own_layers
 
 _HOMES = {
     "BelowOne": "dynmo.options",
@@ -36,7 +35,6 @@ _HOMES = {
     "Share": "dynmo.options",
     "Whole": "dynmo.options",
     "check_ascending": "dynmo.options",
-    "needs_own_layers": "dynmo.pipeline.case_options",
     "written": "dynmo.options",
 }
 
@@ -52,7 +50,6 @@ __all__ = [
     "Share",
     "Whole",
     "check_ascending",
-    "needs_own_layers",
     "written",
 ]
 

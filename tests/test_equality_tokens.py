@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.early_exit import ExitHead
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.equality import (

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, create_model, model_serializer, mode
 
 from dynmo.balance.options import Balance
 from dynmo.cases import CASES
-from dynmo.cases.early_exit import EarlyExit
 from dynmo.data.options import DataOptions, SourceName
 from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Positive, Seed, Whole, written
@@ -277,10 +276,10 @@ class Config(Options):
     @property
     def layer_count(self) -> int | None:
         """Number of layers as placements count them. None for the user's own model."""
-        count, exits = self.model.layer_count, self.dynamism.named.get("early_exit")
-        if isinstance(exits, EarlyExit) and self.model.is_gpt and count is not None:
-            return count + len(exits.exits_of(self.model.blocks))
-        return count
+        count = self.model.layer_count
+        if count is None or not self.model.is_gpt:
+            return count
+        return count + sum(case.layers_added(self.model) for case in self.dynamism.named.values())
 
     @property
     def ranks(self) -> int:

@@ -14,21 +14,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.deferral import CaughtProducts
-from dynmo.kernels.drop_attention import Dropped
-from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.split import splits
 from dynmo.kernels.torch_private import configure_compiler, has_cpp_compiler, has_triton
+
+Kind = TypeVar("Kind", bound=type)
 
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it
 # frozen: a dozen or two variants.
 _MOST = 64
+
+_OPAQUE: list[type] = []
+
+
+def opaque(kind: Kind) -> Kind:
+    """Decorates a class whose `__call__` the compiler must not look into, such as a kernel."""
+    _OPAQUE.append(kind)
+    return kind
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
@@ -38,7 +46,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     for child in module.modules():
         if splits(child) and not isinstance(child, CaughtProducts):
             _leave_out(type(child), "forward")
-    for kind in (Hashed, Dropped):
+    for kind in _OPAQUE:
         _leave_out(kind, "__call__")
     # torch itself causes these warnings. One comes as its compiler is imported, the other when the
     # compiler inspects the output of a linear between two parts.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
+from dynmo.kernels.compiling import opaque
 from dynmo.kernels.shared_qk import Tile, attend, attend_backward, scale_keys, take, widened
 
 
@@ -124,6 +125,7 @@ def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: in
     return cast(Tensor, _DropAttention.apply(wide, widened(v), plan)).to(x.dtype)
 
 
+@opaque
 @dataclass(frozen=True)
 class Dropped:
     """Attention that drops this share of the queries and keys, others in each head."""

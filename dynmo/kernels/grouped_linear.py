@@ -142,9 +142,14 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """One linear without bias per group. `std` is that of the initial weights."""
+    """One linear without bias per group. `std` is that of the initial weights.
+
+    Attributes:
+        per_token: Groups that compute a token.
+    """
 
     tape: WeightTape | None = None
+    per_token = 1
 
     def __init__(self, groups: int, inputs: int, outputs: int, std: float) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynmo.jit import jit
+from dynmo.kernels.compiling import opaque
 from dynmo.kernels.shared_qk import (
     FAST,
     SHORTEST,
@@ -306,6 +307,7 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
     ).to(x.dtype)
 
 
+@opaque
 @dataclass(frozen=True)
 class Hashed:
     """Attention within hash buckets. Its directions follow from the seed."""

@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -165,7 +165,7 @@ def make_layers(
     return replace(from_factories(names, factories, seed, mean_loss), work=tuple(times))
 
 
-def make(options: ModelOptions, seed: int, cases: Mapping[str, Any]) -> Model:
+def make(options: ModelOptions, seed: int, cases: Iterable[Any]) -> Model:
     """Makes the emulated model that options ask for. No case needs other layers."""
     del cases
     m = options

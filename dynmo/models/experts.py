@@ -4,7 +4,7 @@ Sources: Mixtral, Switch, S-BASE, DeepSeek-V3.
 
     x' = x + sum over the chosen experts e of p_e expert_e(norm(x)) + sum of the shared experts
 
-A router gives each token a score per expert, in float32. `ExpertRule.routing` says how a token
+A router gives each token a score per expert, in float32. `model.routing` says how a token
 chooses its `top_k` experts:
 
     aux-loss    the largest scores. A loss beside the model's evens the load: alpha E sum(f_e P_e)
@@ -27,8 +27,9 @@ computed together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,31 +41,10 @@ from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.row_exchange import RowExchange, exchange_rows
 from dynmo.kernels.split import WeightTape
-from dynmo.models.early_exit import Tensors
-from dynmo.models.gpt import feed_forward_size
-from dynmo.models.mixture_of_depths import add_selected
-
-
-@dataclass(frozen=True)
-class ExpertRule:
-    """How tokens choose experts.
-
-    Attributes:
-        routing: "aux-loss", "sinkhorn", "auction" or "bias".
-        loss_weight: Weight alpha of the auxiliary loss.
-        capacity_factor: Most tokens of an expert, over the mean. None drops nothing.
-    """
-
-    experts: int
-    top_k: int
-    routing: str
-    loss_weight: float
-    capacity_factor: float | None
-
-    def capacity(self, tokens: int) -> int:
-        if self.capacity_factor is None:
-            return tokens
-        return max(1, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+from dynmo.models.gpt import AddingHalf, GptLayers, feed_forward_size
+from dynmo.models.gpt import make as make_gpt
+from dynmo.models.model import Model
+from dynmo.models.options import ModelOptions
 
 
 class ExpertRouter(nn.Module):
@@ -77,13 +57,14 @@ class ExpertRouter(nn.Module):
     bias: Tensor
     tape: WeightTape | None = None
 
-    def __init__(self, hidden: int, rule: ExpertRule, std: float) -> None:
+    def __init__(self, m: ModelOptions) -> None:
         super().__init__()
-        self.rule = rule
-        self.weight = nn.Parameter(torch.empty(rule.experts, hidden))
-        nn.init.normal_(self.weight, std=std)
-        if rule.routing == "bias":
-            self.register_buffer("bias", torch.zeros(rule.experts))
+        self.experts, self.top_k, self.routing = m.experts, m.top_k, m.routing
+        self.loss_weight = m.router_loss
+        self.weight = nn.Parameter(torch.empty(m.experts, m.hidden))
+        nn.init.normal_(self.weight, std=m.init_std)
+        if m.routing == "bias":
+            self.register_buffer("bias", torch.zeros(m.experts))
         self.load: Tensor | int = 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,21 +73,21 @@ class ExpertRouter(nn.Module):
         probabilities = scores.softmax(-1)
         with torch.no_grad():
             chosen = self._choose(scores)
-            load = torch.zeros(self.rule.experts, dtype=torch.int64, device=x.device)
+            load = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
             load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         weights = probabilities.gather(1, chosen)
-        if self.rule.top_k > 1:
+        if self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         if self.training:
             self.load = self.load + load
-            if self.rule.routing == "aux-loss" and len(x):
+            if self.routing == "aux-loss" and len(x):
                 share = load / chosen.numel()
-                loss = self.rule.experts * (share * probabilities.mean(0)).sum()
-                x = add_loss(x, self.rule.loss_weight * loss, self.tape)
+                loss = self.experts * (share * probabilities.mean(0)).sum()
+                x = add_loss(x, self.loss_weight * loss, self.tape)
         return x, chosen, weights, load
 
     def _choose(self, scores: Tensor) -> Tensor:
-        routing, top_k = self.rule.routing, self.rule.top_k
+        routing, top_k = self.routing, self.top_k
         if routing == "bias":
             return (scores.sigmoid() + self.bias).topk(top_k, dim=1).indices
         # A run of shapes only has no scores to balance.
@@ -161,30 +142,26 @@ class _Spread:
         )
 
 
-class ExpertsHalf(nn.Module):
-    """x + experts(norm(x)), with `shared` experts that compute every token."""
+class ExpertsHalf(AddingHalf):
+    """x + experts(norm(x)), with `shared_experts` that compute every token."""
 
-    def __init__(
-        self,
-        hidden: int,
-        rule: ExpertRule,
-        shared: int,
-        std: float,
-        residual_std: float,
-        dropout: float,
-    ) -> None:
-        super().__init__()
-        inner = feed_forward_size(hidden)
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.router = ExpertRouter(hidden, rule, std)
-        self.gate_up = GroupedLinear(rule.experts, hidden, 2 * inner, std)
-        self.down = GroupedLinear(rule.experts, inner, hidden, residual_std)
-        self.shared_gate_up = nn.Linear(hidden, 2 * shared * inner, bias=False) if shared else None
-        self.shared_down = nn.Linear(shared * inner, hidden, bias=False) if shared else None
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            nn.init.normal_(self.shared_gate_up.weight, std=std)
-            nn.init.normal_(self.shared_down.weight, std=residual_std)
-        self.dropout = nn.Dropout(dropout)
+    varying_time = True
+
+    def __init__(self, m: ModelOptions) -> None:
+        super().__init__(m)
+        inner, shared = feed_forward_size(m.hidden), m.shared_experts
+        self.capacity_factor = m.capacity_factor
+        self.router = ExpertRouter(m)
+        self.gate_up = GroupedLinear(m.experts, m.hidden, 2 * inner, m.init_std)
+        self.down = GroupedLinear(m.experts, inner, m.hidden, m.residual_std)
+        self.gate_up.per_token = self.down.per_token = m.top_k
+        self.shared_gate_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
+        if shared:
+            self.shared_gate_up = nn.Linear(m.hidden, 2 * shared * inner, bias=False)
+            self.shared_down = nn.Linear(shared * inner, m.hidden, bias=False)
+            nn.init.normal_(self.shared_gate_up.weight, std=m.init_std)
+            nn.init.normal_(self.shared_down.weight, std=m.residual_std)
         self._spread: _Spread | None = None
 
     def hold(self, experts: Sequence[int]) -> None:
@@ -204,11 +181,7 @@ class ExpertsHalf(nn.Module):
         for linear in (self.gate_up, self.down):
             linear.take_rows(self._spread.blocks, place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.added(x)
-
     def added(self, x: Tensor) -> Tensor:
-        """Returns the part that the half adds to the stream."""
         flat = self.norm(x.reshape(-1, x.shape[-1]))
         flat, chosen, weights, load = self.router(flat)
         places, counts, order = self.sort_by_expert(chosen, load)
@@ -254,16 +227,19 @@ class ExpertsHalf(nn.Module):
             The token of each kept pair, the kept pairs of each expert, and the places of the pairs
             in the flat `chosen`.
         """
-        rule, pairs = self.router.rule, chosen.flatten()
+        router, pairs = self.router, chosen.flatten()
         order = pairs.argsort(stable=True)
         counts: list[int] = (
-            load.tolist() if type(load) is Tensor else _even(len(pairs), rule.experts)
+            load.tolist() if type(load) is Tensor else _even(len(pairs), router.experts)
         )
-        most = rule.capacity(len(chosen))
+        most = len(chosen)
+        if self.capacity_factor is not None:
+            most = math.ceil(self.capacity_factor * most * router.top_k / router.experts)
+            most = max(1, most)
         if max(counts, default=0) > most:
             kept = torch.cat([part[:most] for part in order.split(counts)])
             order, counts = kept, [min(count, most) for count in counts]
-        return order // rule.top_k, counts, order
+        return order // router.top_k, counts, order
 
 
 def halves(module: nn.Module) -> list[ExpertsHalf]:
@@ -275,17 +251,18 @@ def _even(pairs: int, experts: int) -> list[int]:
     return [pairs // experts + (expert < pairs % experts) for expert in range(experts)]
 
 
-class ExitExpertsHalf(ExpertsHalf):
-    """Experts for the tokens that have not exited (`early_exit.py`)."""
-
-    varying_shapes = False
-
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x), *rest
+def compile_ahead() -> None:
+    """Compiles the loop of `routing = "auction"`."""
+    auction(torch.randn(8, 2))
 
 
-class RoutedExpertsHalf(ExpertsHalf):
-    """Experts for the tokens that a routed block selects (MoDE)."""
+def make(options: ModelOptions, seed: int, cases: Iterable[Any]) -> Model:
+    """Makes a GPT in which every `moe_every`-th block has experts."""
+    plain = GptLayers.plain(options)
 
-    def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return add_selected(x, attended, weights, index, self.added)
+    def feed_forward(block: int) -> nn.Module:
+        return (
+            plain.feed_forward(block) if (block + 1) % options.moe_every else ExpertsHalf(options)
+        )
+
+    return make_gpt(options, seed, cases, replace(plain, feed_forward=feed_forward))

@@ -8,25 +8,88 @@ may fall between any two layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels import shared_qk
-from dynmo.kernels.shared_qk import SparseAttention
+from dynmo.models.loss import Loss, next_token_loss
+from dynmo.models.model import Factory, Model, from_factories
+from dynmo.models.options import ModelOptions
+
+
+@dataclass(frozen=True)
+class GptLayers:
+    """Functions that make the layers of a GPT. `dataclasses.replace` gives a case its own.
+
+    Attributes:
+        model: Sizes of the layers.
+        attention: Makes the attention half of a block.
+        feed_forward: Makes the feed-forward half of a block.
+        after: Returns functions that make layers between a block and the next, by name.
+        takes_targets: As in `Model`.
+    """
+
+    model: ModelOptions
+    embedding: Factory
+    attention: Callable[[int], nn.Module]
+    feed_forward: Callable[[int], nn.Module]
+    head: Factory
+    after: Callable[[int], Mapping[str, Factory]] = lambda block: {}
+    loss: Loss = next_token_loss
+    takes_targets: bool = False
+
+    @classmethod
+    def plain(cls, model: ModelOptions) -> GptLayers:
+        """Returns the functions of a GPT without cases."""
+        return cls(
+            model,
+            embedding=partial(Embedding, model),
+            attention=lambda block: AttentionHalf(model),
+            feed_forward=lambda block: FeedForwardHalf(model),
+            head=partial(Head, model),
+        )
+
+
+def make(
+    options: ModelOptions, seed: int, cases: Iterable[Any], layers: GptLayers | None = None
+) -> Model:
+    """Makes a GPT of `layers`, as the options of cases change them."""
+    given = layers or GptLayers.plain(options)
+    for case in cases:
+        if hasattr(case, "gpt_layers"):  # a case of the user's own may have no options
+            given: GptLayers = case.gpt_layers(given)
+    factories: dict[str, Factory] = {"embedding": given.embedding}
+    for block in range(options.blocks):
+        factories[f"blocks.{block}.attention"] = partial(given.attention, block)
+        factories[f"blocks.{block}.feed_forward"] = partial(given.feed_forward, block)
+        factories |= {f"blocks.{block}.{name}": each for name, each in given.after(block).items()}
+    factories["head"] = given.head
+    last = len(factories) - 1
+    model = from_factories(
+        list(factories),
+        list(factories.values()),
+        seed,
+        given.loss,
+        tied=(((0, "tokens.weight"), (last, "logits.weight")),) if options.tied else (),
+        takes_targets=given.takes_targets,
+    )
+    return replace(model, inputs=("input_ids",))
 
 
 class Embedding(nn.Module):
     """[microbatch, sequence] token ids -> [microbatch, sequence, hidden]."""
 
-    def __init__(self, vocab: int, hidden: int, std: float, dropout: float) -> None:
+    def __init__(self, m: ModelOptions) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab, hidden)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.normal_(self.tokens.weight, std=std)
+        self.tokens = nn.Embedding(m.vocab, m.hidden)
+        self.dropout = nn.Dropout(m.dropout)
+        nn.init.normal_(self.tokens.weight, std=m.init_std)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.dropout(self.tokens(ids))
@@ -46,30 +109,18 @@ def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
     )
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """The options of an attention half. `residual_std` is the `std` of the projection."""
-
-    hidden: int
-    heads: int
-    sequence: int
-    std: float
-    residual_std: float
-    dropout: float
-
-
 class RotaryAttention(nn.Module):
     """The norm, dropout and rotary tables of an attention half, without linears."""
 
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, options: AttentionOptions) -> None:
+    def __init__(self, m: ModelOptions) -> None:
         super().__init__()
-        self.heads = options.heads
-        self.norm = nn.RMSNorm(options.hidden, eps=1e-6)
-        self.dropout = nn.Dropout(options.dropout)
-        cosine, sine = rotary_tables(options.sequence, options.hidden // options.heads)
+        self.heads = m.heads
+        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
+        self.dropout = nn.Dropout(m.dropout)
+        cosine, sine = rotary_tables(m.sequence, m.hidden // m.heads)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
@@ -79,13 +130,12 @@ class AttentionHalf(RotaryAttention):
 
     vectors = 3  # query, key and value, per position and head
 
-    def __init__(self, options: AttentionOptions) -> None:
-        super().__init__(options)
-        hidden = options.hidden
-        self.qkv = nn.Linear(hidden, self.vectors * hidden, bias=False)
-        self.proj = nn.Linear(hidden, hidden, bias=False)
-        nn.init.normal_(self.qkv.weight, std=options.std)
-        nn.init.normal_(self.proj.weight, std=options.residual_std)
+    def __init__(self, m: ModelOptions) -> None:
+        super().__init__(m)
+        self.qkv = nn.Linear(m.hidden, self.vectors * m.hidden, bias=False)
+        self.proj = nn.Linear(m.hidden, m.hidden, bias=False)
+        nn.init.normal_(self.qkv.weight, std=m.init_std)
+        nn.init.normal_(self.proj.weight, std=m.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -98,33 +148,6 @@ class AttentionHalf(RotaryAttention):
         return x + self.dropout(self.proj(out.transpose(1, 2).reshape(batch, sequence, hidden)))
 
 
-class SharedAttentionHalf(AttentionHalf):
-    """Attention with one vector as query and normalised key, which can be sparse.
-
-    Attributes:
-        sparse_attention: The kernel that leaves out pairs. The case of that name sets it.
-    """
-
-    vectors = 2  # query and key in one, and the value
-    sparse_attention: SparseAttention | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, hidden = x.shape
-        both, v = (
-            self.qkv(self.norm(x))
-            .view(batch, sequence, 2, self.heads, hidden // self.heads)
-            .unbind(2)
-        )
-        cosine, sine = (t[:sequence, None].to(x.dtype) for t in (self.cosine, self.sine))
-        both = rotate(both, cosine, sine)
-        out = (
-            shared_qk.dense_attention(both, v)
-            if self.sparse_attention is None
-            else self.sparse_attention(both, v)
-        )
-        return x + self.dropout(self.proj(out.reshape(batch, sequence, hidden)))
-
-
 def feed_forward_size(hidden: int) -> int:
     """Returns 8/3 of hidden, rounded up to a multiple of 32.
 
@@ -133,24 +156,45 @@ def feed_forward_size(hidden: int) -> int:
     return -(-8 * hidden // 3 // 32) * 32
 
 
-class FeedForwardHalf(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix."""
+def add_to_stream(added: Callable[[Tensor], Tensor], x: Tensor, *rest: Tensor) -> Any:
+    """Returns x + added(x), and other tensors as they are."""
+    return (x + added(x), *rest) if rest else x + added(x)
 
-    def __init__(self, hidden: int, std: float, residual_std: float, dropout: float) -> None:
+
+class AddingHalf(nn.Module):
+    """A half of a block with a norm and dropout. A class over it writes `added`.
+
+    Attributes:
+        residual: Takes `added` and the inputs. Returns the outputs.
+    """
+
+    residual: Callable[..., Any] = staticmethod(add_to_stream)
+
+    def __init__(self, m: ModelOptions) -> None:
         super().__init__()
-        inner = feed_forward_size(hidden)
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.normal_(self.gate_up.weight, std=std)
-        nn.init.normal_(self.down.weight, std=residual_std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.added(x)
+        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
+        self.dropout = nn.Dropout(m.dropout)
 
     def added(self, x: Tensor) -> Tensor:
         """Returns the part that the half adds to the stream."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Any:
+        return self.residual(self.added, x, *rest)
+
+
+class FeedForwardHalf(AddingHalf):
+    """x + down(silu(gate(norm(x))) * up(norm(x))). Gate and up are one matrix."""
+
+    def __init__(self, m: ModelOptions) -> None:
+        super().__init__(m)
+        inner = feed_forward_size(m.hidden)
+        self.gate_up = nn.Linear(m.hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, m.hidden, bias=False)
+        nn.init.normal_(self.gate_up.weight, std=m.init_std)
+        nn.init.normal_(self.down.weight, std=m.residual_std)
+
+    def added(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return self.dropout(self.down(functional.silu(gate) * up))
 
@@ -158,11 +202,11 @@ class FeedForwardHalf(nn.Module):
 class Head(nn.Module):
     """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab]."""
 
-    def __init__(self, hidden: int, vocab: int, std: float) -> None:
+    def __init__(self, m: ModelOptions) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.logits = nn.Linear(hidden, vocab, bias=False)
-        nn.init.normal_(self.logits.weight, std=std)
+        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
+        self.logits = nn.Linear(m.hidden, m.vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=m.init_std)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))

@@ -153,6 +153,11 @@ class ModelOptions(Options):
         return self.kind in ("gpt", "moe")
 
     @property
+    def residual_std(self) -> float:
+        """Standard deviation of initial weights that write to the stream."""
+        return self.init_std / (2 * self.blocks) ** 0.5
+
+    @property
     def layer_count(self) -> int | None:
         """Number of layers as placements count them. None for the user's own model."""
         if self.is_gpt:

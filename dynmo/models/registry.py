@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.kernels.torch_private import tree_leaves
-from dynmo.models import emulated, gpt_config
+from dynmo.models import emulated, gpt
 from dynmo.models.copies import as_fakes, without_memory
 from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
 from dynmo.models.model import Factory, Model, check_layers, check_loss, defined_in, from_factories
@@ -25,9 +25,10 @@ from dynmo.models.options import ModelOptions
 from dynmo.models.sequential import Sequential
 from dynmo.models.tied import Pair
 
-KINDS: dict[str, Callable[[ModelOptions, int, Mapping[str, Any]], Model]] = {
-    "gpt": gpt_config.make,
-    "moe": gpt_config.make,
+# Functions that make a model of options, seed and options of cases, or where they are.
+KINDS: dict[str, Callable[[ModelOptions, int, Iterable[Any]], Model] | str] = {
+    "gpt": gpt.make,
+    "moe": "dynmo.models.experts:make",
     "emulated": emulated.make,
 }
 
@@ -61,7 +62,11 @@ def load_model(
             "loss where it is made"
         )
     if options.kind in KINDS:
-        model = KINDS[options.kind](options, seed, {case.name: case for case in cases})
+        make = KINDS[options.kind]
+        if isinstance(make, str):
+            module_name, _, function_name = make.partition(":")
+            make = getattr(importlib.import_module(module_name), function_name)
+        model = make(options, seed, cases)
     else:
         model = from_function(options.kind.removeprefix("python:"), seed)
     return replace(model, options=options)

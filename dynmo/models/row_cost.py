@@ -33,8 +33,8 @@ def row_cost(model: Model, weights: int) -> RowCost:
 def product_weights(model: Model, layers: Iterable[nn.Module]) -> int | None:
     """Counts the weights that a token is multiplied by.
 
-    Embeddings are looked up, and vectors such as biases are no matrices. Of the experts, those
-    count that compute a token.
+    Embeddings are looked up, and vectors such as biases are no matrices. Of groups of weights
+    (experts), those count that compute a token.
 
     Args:
         model: The model of these layers.
@@ -51,23 +51,23 @@ def product_weights(model: Model, layers: Iterable[nn.Module]) -> int | None:
                 continue
             for parameter in module.parameters(recurse=False):
                 size = parameter.numel()
-                grouped = isinstance(module, GroupedLinear) or parameter.dim() == 3
                 if parameter.dim() > 3 or (parameter.dim() == 3 and not experts):
                     return None
-                if parameter.dim() > 1:
-                    total += size * chosen // experts if grouped and experts else size
+                if isinstance(module, GroupedLinear):
+                    total += size * module.per_token // module.groups
+                elif parameter.dim() == 3:
+                    total += size * chosen // experts
+                elif parameter.dim() == 2:
+                    total += size
     return total
 
 
 def _experts(model: Model) -> tuple[int, int]:
-    """Returns the number of experts of a layer, and of those that compute a token."""
+    """Returns transformers' experts of a layer, and how many of them compute a token."""
     config: Any = getattr(model, "config", None)
-    if config is not None:
-        text = config.get_text_config()
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        found = (getattr(text, name, None) for name in names)
-        return next(filter(None, found), 0), getattr(text, "num_experts_per_tok", None) or 0
-    options = model.options
-    if options is None or options.kind != "moe":
+    if config is None:
         return 0, 0
-    return options.experts, options.top_k
+    text = config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    found = (getattr(text, name, None) for name in names)
+    return next(filter(None, found), 0), getattr(text, "num_experts_per_tok", None) or 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dynmo.models.options import ModelOptions
 from dynmo.options import Options
@@ -47,24 +47,52 @@ class CaseOptions(Options):
     Attributes:
         name: Name of the case, in the file and in messages.
         turn: Cases act in the order of their turns. Cases of the user's own act last.
+        changes: The part of a GPT that the case gives other code, such as "attention". No other
+            case may change it. Empty: none.
+        chooses_tokens: Whether layers compute other tokens in each microbatch.
     """
 
     name: ClassVar[str]
     turn: ClassVar[int] = 0
+    changes: ClassVar[str] = ""
+    chooses_tokens: ClassVar[bool] = False
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         """Yields why the options do not fit a run, a line each."""
-        return iter(())
+        if self.changes and run.model is not None and run.model.kind == "emulated":
+            yield (
+                f'dynamism.{self.name}: model.kind = "emulated" has no {self.changes}; use "gpt" '
+                "or a model of your own"
+            )
+        elif self.changes and run.model is not None and run.model.kind == "hf":
+            yield (
+                f'dynamism.cases: "{self.name}" changes code that model.kind = "hf" takes from '
+                'transformers; leave it out, or use "gpt" or a model of your own'
+            )
+        for other in run.cases.values():
+            if self.changes and other.name != self.name and other.changes == self.changes:
+                yield (
+                    f'dynamism.cases: "{self.name}" and "{other.name}" both say what '
+                    f"{self.changes} computes; leave one of them out"
+                )
+        if self.chooses_tokens and run.compiles:
+            yield (
+                f'train.compile = true with "{self.name}": shapes vary, and each would be compiled '
+                "anew; use compile = false"
+            )
 
+    def gpt_layers(self, layers: Any) -> Any:
+        """Returns the layers that a GPT has with this case.
 
-def needs_own_layers(run: RunFacts, case: str, part: str) -> Iterator[str]:
-    if run.model is not None and run.model.kind == "emulated":
-        yield (
-            f'dynamism.{case}: model.kind = "emulated" has no {part}; use "gpt" or a model of your '
-            "own"
-        )
-    elif run.model is not None and run.model.kind == "hf":
-        yield (
-            f'dynamism.cases: "{case}" changes code that model.kind = "hf" takes from '
-            'transformers; leave it out, or use "gpt" or a model of your own'
-        )
+        Args:
+            layers: The `GptLayers` of a GPT, which other cases may have changed.
+        """
+        return layers
+
+    def layers_added(self, model: ModelOptions) -> int:
+        """Returns how many layers `gpt_layers` adds."""
+        return 0
+
+    @classmethod
+    def compile_ahead(cls) -> None:
+        """Compiles the loops of the case's kernels as a part of the set-up."""

@@ -17,6 +17,8 @@ _ANNOUNCE = ("freezing", "pruning")
 class Cases:
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
         self.all, self._model = cases, engine.model
+        # Layers that may take another time for each batch.
+        self._varies = any(getattr(x, "varying_time", False) for x in engine.store.modules)
         self._context = CaseContext(engine)
         for case in cases:
             case.check(engine.store.modules)
@@ -24,9 +26,7 @@ class Cases:
     @property
     def keep_kinds(self) -> bool:
         """True if layers of one kind and size take equally long until a change is announced."""
-        options = self._model.options
-        routes = options is not None and options.kind == "moe"
-        return not routes and all(case.name in _ANNOUNCE for case in self.all)
+        return not self._varies and all(case.name in _ANNOUNCE for case in self.all)
 
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
         """Collects what layers have counted in the step before. For use before layers move."""

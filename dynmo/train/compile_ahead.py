@@ -1,7 +1,7 @@
 """`python -m dynmo.train.compile_ahead` compiles dynmo's loops as a part of the set-up.
 
-numba keeps the machine code of the loops of sparse layers, of experts and of planning. Without it
-all ranks of a first run would wait for the compiler at once, in a step or in a decision.
+numba keeps the machine code of the loops of dynamic cases and of planning. Without it all ranks of
+a first run would wait for the compiler at once, in a step or in a decision.
 
 `python -m dynmo.train.compile_ahead zb-h1` compiles the loops that plan this schedule with the
 exact balancer, and no others.
@@ -13,12 +13,10 @@ import sys
 
 import torch
 
+from dynmo.cases import CASES
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.kernels.balanced_assignment import auction
 from dynmo.kernels.crossover import make_pruned, time_linear
-from dynmo.kernels.drop_attention import Dropped
-from dynmo.kernels.hash_attention import Hashed
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.planner.make_plan import make_plan
 
@@ -26,10 +24,8 @@ from dynmo.planner.make_plan import make_plan
 def prepare() -> None:
     torch.set_num_threads(1)
     time_linear(make_pruned(8, 8, 0.5, sparse=True), tokens=4, repeats=1)
-    x, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(2))
-    for attention in (Hashed(2, 4, seed=0), Dropped(0.5, 4, seed=0)):
-        attention(x, v).sum().backward()
-    auction(torch.randn(8, 2))
+    for options in CASES.values():
+        options.compile_ahead()
     for schedule in ("zb-h1", "zb-auto", "zb-v", "v-auto", "interleaved-1f1b"):
         for balancer in ("exact", "diffusion"):
             for limit in (None, 1 << 20):

@@ -177,7 +177,7 @@ def test_bad_values_are_refused(key, value, hint):
          ['dynamism.early_exit.confidence = "state"', '"calm"']),
         ([EXIT, "train.compile=true"], ["train.compile = true", '"early_exit"']),
         (["dynamism.cases=['early_exit', 'sparse_attention']"],
-         ["dynamism.cases", '"early_exit" and "sparse_attention"']),
+         ["dynamism.cases", '"sparse_attention" and "early_exit"']),
         (["dynamism.cases=['early_exit', 'mixture_of_depths']"],
          ["dynamism.cases", '"early_exit" and "mixture_of_depths"']),
         (["dynamism.cases=['early_exit', 'freezing']", "dynamism.freezing.policy=egeria",

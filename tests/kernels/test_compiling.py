@@ -9,6 +9,7 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.split import SplitLinear
 from dynmo.models.gpt import FeedForwardHalf
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.split_backward import Layer
 
@@ -16,7 +17,7 @@ from dynmo.runtime.layer.split_backward import Layer
 @pytest.mark.matrix
 def test_compiled_layer_equals_the_eager_layer() -> None:
     torch.manual_seed(0)
-    sides = [FeedForwardHalf(32, 0.02, 0.02, dropout=0.1) for _ in range(2)]
+    sides = [FeedForwardHalf(ModelOptions(hidden=32, dropout=0.1)) for _ in range(2)]
     sides[1].load_state_dict(sides[0].state_dict())
     layers = [Layer(0, module, HostClock(), 0, i > 0) for i, module in enumerate(sides)]
     x, gy = torch.randn(2, 16, 32, requires_grad=True), torch.randn(2, 16, 32)

@@ -13,8 +13,10 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dynmo.cases.early_exit import EarlyExit
+from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import Config
-from dynmo.models.early_exit import ExitHead, ExitRule
+from dynmo.models.options import ModelOptions
 from dynmo.train.setup import model_of
 from tests.models import plain_blocks as plain
 
@@ -298,11 +300,12 @@ def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None
 @given(st.floats(0, 1), st.integers(1, 20), st.integers(1, 3))
 def test_threshold_decays_along_a_row(top: float, sequence: int, rows: int) -> None:
     places = torch.arange(rows * sequence)
-    falling = ExitRule("softmax", top, decays=True).thresholds(places, sequence)
+    model = ModelOptions(blocks=3, hidden=8, sequence=sequence)
+    falling = ExitHead(model, EarlyExit(threshold=top), 0).thresholds(places)
     row = [0.9 * top + 0.1 * top * math.exp(-4 * t / sequence) for t in range(sequence)]
     expected = torch.tensor(row * rows, dtype=torch.float64)
     torch.testing.assert_close(falling.double(), expected, rtol=1e-5, atol=1e-7)
-    same = ExitRule("top-1", top, decays=False).thresholds(places, sequence)
+    same = ExitHead(model, EarlyExit(policy="adp-c", threshold=top), 0).thresholds(places)
     assert torch.equal(same, torch.full((rows * sequence,), top))
 
 

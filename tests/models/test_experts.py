@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,17 @@ from torch.nn import functional
 
 from dynmo.config import parse
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.experts import ExpertsHalf
+from dynmo.models.options import ModelOptions
 from dynmo.train.setup import model_of
 
 TOP_K = st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 """The experts, and how many of them take a token."""
 
 
-def half(rule: ExpertRule, hidden: int, shared: int, seed: int) -> ExpertsHalf:
+def half(seed: int, **options: Any) -> ExpertsHalf:
     torch.manual_seed(seed)
-    module = ExpertsHalf(hidden, rule, shared, 0.3, 0.3, 0.0).double()
+    module = ExpertsHalf(ModelOptions(kind="moe", hidden=8, init_std=0.3, **options)).double()
     module.router.weight.data.mul_(4)
     return module
 
@@ -45,14 +47,14 @@ def weight_of(linear: GroupedLinear, expert: int) -> nn.Parameter:
 
 def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
     """Output, the experts that compute each token, and the auxiliary loss."""
-    rule, rows = module.router.rule, x.reshape(-1, x.shape[-1])
+    rule, rows = module.router, x.reshape(-1, x.shape[-1])
     n_experts = range(rule.experts)
     normed = [row * torch.rsqrt(row.square().mean() + 1e-6) * module.norm.weight for row in rows]
     scores = [(module.router.weight.float() @ row.float()) for row in normed]
     chosen = [sorted(n_experts, key=s.neg().tolist().__getitem__)[: rule.top_k] for s in scores]
     taken, out, kept, most = [0] * rule.experts, list[Tensor](), list[list[int]](), math.inf
-    if rule.capacity_factor is not None:
-        most = max(1, math.ceil(rule.capacity_factor * len(rows) * rule.top_k / rule.experts))
+    if module.capacity_factor is not None:
+        most = max(1, math.ceil(module.capacity_factor * len(rows) * rule.top_k / rule.experts))
     for row, n, s, choices in zip(rows, normed, scores, chosen, strict=True):
         p = torch.softmax(s, 0)
         total = sum(p[e] for e in choices) if rule.top_k > 1 else 1.0
@@ -80,14 +82,20 @@ FACTORS = st.sampled_from([None, 1.0, 1.5])
 def test_experts_equal_a_token_by_token_reference(
     batch: int, sequence: int, top_k: tuple[int, int], factor: float | None, shared: int, seed: int
 ) -> None:
-    experts, _ = top_k
-    rule = ExpertRule(*top_k, "aux-loss", 0.5, factor)
-    module = half(rule, 8, shared, seed)
+    experts, chosen = top_k
+    module = half(
+        seed,
+        experts=experts,
+        top_k=chosen,
+        router_loss=0.5,
+        capacity_factor=factor,
+        shared_experts=shared,
+    )
     x = torch.randn(batch, sequence, 8, dtype=torch.float64, requires_grad=True)
     y = module(x)
     expected, kept, loss = plainly(module, x)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the scores are float32
-    assert sum(load_of(module)) == batch * sequence * rule.top_k
+    assert sum(load_of(module)) == batch * sequence * chosen
     if factor is None:
         assert [sum(e in row for row in kept) for e in range(experts)] == load_of(module)
     g, inputs = torch.randn_like(y), (x, *module.parameters())
@@ -98,7 +106,7 @@ def test_experts_equal_a_token_by_token_reference(
 
 def test_batch_without_tokens_is_allowed() -> None:
     """All tokens may have exited early."""
-    module = half(ExpertRule(3, 2, "aux-loss", 0.5, None), 8, 1, 0)
+    module = half(0, experts=3, router_loss=0.5, shared_experts=1)
     x = torch.zeros(0, 8, dtype=torch.float64, requires_grad=True)
     y = module(x)
     assert y.shape == (0, 8)
@@ -109,7 +117,7 @@ def test_batch_without_tokens_is_allowed() -> None:
 @pytest.mark.parametrize("routing", ["sinkhorn", "auction"])
 def test_balanced_routing_evens_the_load_in_training(routing: str) -> None:
     """Evaluation takes the largest scores."""
-    module = half(ExpertRule(4, 2, routing, 0.0, None), 8, 0, 3)
+    module = half(3, experts=4, routing=routing)
     x = torch.randn(4, 16, 8, dtype=torch.float64) + 1.0
     module(x)
     assert sum(load_of(module)) == 128
@@ -119,7 +127,7 @@ def test_balanced_routing_evens_the_load_in_training(routing: str) -> None:
 
 
 def test_router_bias_changes_the_choice_only() -> None:
-    module = half(ExpertRule(3, 1, "bias", 0.0, None), 8, 0, 1)
+    module = half(1, experts=3, top_k=1, routing="bias")
     x = torch.randn(1, 6, 8, dtype=torch.float64)
     module.router.bias[2] = 10.0
     flat = module.norm(x.reshape(-1, 8))
@@ -141,7 +149,6 @@ def test_blocks_with_experts() -> None:
 @given(TOP_K, st.integers(1, 12), st.sampled_from(["sinkhorn", "auction"]), st.integers(0, 99))
 def test_experts_are_distinct(top_k: tuple[int, int], tokens: int, routing: str, seed: int) -> None:
     """There may be fewer tokens than experts. No assignment is balanced then."""
-    rule = ExpertRule(*top_k, routing, 0.0, None)
-    module = half(rule, 8, 0, seed)
+    module = half(seed, experts=top_k[0], top_k=top_k[1], routing=routing)
     _, chosen, _, _ = module.router(torch.randn(tokens, 8, dtype=torch.float64))
-    assert all(len(set(row)) == rule.top_k for row in chosen.tolist())
+    assert all(len(set(row)) == top_k[1] for row in chosen.tolist())

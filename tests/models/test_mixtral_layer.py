@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.experts import ExpertsHalf
 from dynmo.models.gpt import feed_forward_size
+from dynmo.models.options import ModelOptions
+
+OPTIONS = ModelOptions(kind="moe", hidden=32, init_std=0.3, router_loss=0.0)
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -24,9 +27,9 @@ def mixtral() -> Any:
 
 
 def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
-    rule = half.router.rule
+    router = half.router
     sizes = {"hidden_size": hidden, "intermediate_size": feed_forward_size(hidden)}
-    experts = {"num_local_experts": rule.experts, "num_experts_per_tok": rule.top_k}
+    experts = {"num_local_experts": router.experts, "num_experts_per_tok": router.top_k}
     config = modeling.MixtralConfig(**sizes, **experts, experts_implementation="eager")
     block = modeling.MixtralSparseMoeBlock(config)
     with torch.no_grad():
@@ -40,7 +43,7 @@ def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
 @pytest.mark.parametrize("training", [True, False])
 def test_experts_equal_those_of_mixtral(mixtral: Any, top_k: int, training: bool) -> None:
     torch.manual_seed(top_k)
-    half = ExpertsHalf(32, ExpertRule(8, top_k, "aux-loss", 0.0, None), 0, 0.3, 0.3, 0.0)
+    half = ExpertsHalf(OPTIONS.model_copy(update={"top_k": top_k}))
     half.train(training)
     block = block_of(half, mixtral, 32).train(training)
     x, g = torch.randn(2, 24, 32, requires_grad=True), torch.randn(2, 24, 32)
@@ -58,7 +61,7 @@ def test_experts_equal_those_of_mixtral(mixtral: Any, top_k: int, training: bool
 def test_auxiliary_loss_is_half_of_that_of_mixtral(mixtral: Any) -> None:
     """Each token has two experts. Mixtral counts both fully, and dynmo counts shares."""
     torch.manual_seed(0)
-    half = ExpertsHalf(32, ExpertRule(8, 2, "aux-loss", 1.0, None), 0, 0.3, 0.3, 0.0)
+    half = ExpertsHalf(OPTIONS.model_copy(update={"router_loss": 1.0}))
     x = torch.randn(40, 32)
     half.router(x)[0].sum().backward()
     scores = half.router.weight.detach().clone().requires_grad_()

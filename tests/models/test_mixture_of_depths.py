@@ -13,8 +13,8 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router, selected_tokens
 from dynmo.config import Config
-from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
 from dynmo.train.setup import model_of
 from tests.models import plain_blocks as plain
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.models.gpt import FeedForwardHalf
+from dynmo.models.options import ModelOptions
 from tests.models.lined import between
 
 
@@ -179,5 +180,6 @@ number = 3
 
 def halves() -> list[nn.Module]:
     """Layers of a GPT, one class of them."""
-    middle = [FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)]
+    options = ModelOptions(blocks=1, hidden=32, init_std=0.2, dropout=0.1)
+    middle = [FeedForwardHalf(options) for _ in range(3)]
     return [nn.Embedding(256, 32), *middle, nn.Linear(32, 256)]

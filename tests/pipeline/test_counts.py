@@ -13,7 +13,8 @@ from dynmo.cases.experts import Experts
 from dynmo.cases.experts.case import ExpertsCase
 from dynmo.config import parse
 from dynmo.events import Event, TokensEvent
-from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.experts import ExpertsHalf
+from dynmo.models.options import ModelOptions
 from dynmo.pipeline.counts import Counts
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, cases_of, short_run
@@ -36,7 +37,7 @@ def test_counts_add_numbers_and_tensors() -> None:
 
 def test_layer_without_tokens_adds_no_count() -> None:
     """Such a count might be on another device than the counts of other layers."""
-    half = ExpertsHalf(8, ExpertRule(3, 1, "aux-loss", 0.0, None), 0, 0.1, 0.1, 0.0)
+    half = ExpertsHalf(ModelOptions(kind="moe", hidden=8, experts=3, top_k=1, router_loss=0.0))
     layers, case = Kept(1, modules=[half]), ExpertsCase(Experts(record_every=2), 3, 0.0)
     assert case.collect(0, layers) is None
     half(torch.randn(1, 7, 8))

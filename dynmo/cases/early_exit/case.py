@@ -103,7 +103,7 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
         lambda module: hasattr(module, "exits") and hasattr(module, "seen"),
         modules,
         "early_exit, but no layer of the model lets tokens exit; give one of your own the "
-        "attributes `exits` and `seen`, as dynmo.models.early_exit.ExitHead has",
+        "attributes `exits` and `seen`, as dynmo.cases.early_exit.layers.ExitHead has",
     )
 
 

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from importlib import import_module
+from typing import Any, ClassVar, Literal
 
-from dynmo.extend import CaseOptions, Count, Listed, RunFacts, Share, Whole, needs_own_layers
-
-
-def _chosen_tokens(run: RunFacts, case: str) -> Iterator[str]:
-    """Yields the options that exclude a case that chooses tokens."""
-    if "sparse_attention" in run.cases:
-        yield (
-            f'dynamism.cases: "{case}" and "sparse_attention" both say what attention '
-            "computes; leave one of them out"
-        )
-    if getattr(run.cases.get("freezing"), "policy", None) == "egeria":
-        yield (
-            'dynamism.freezing.policy = "egeria" compares the outputs of a layer and its '
-            f'reference, which choose other tokens under "{case}"; use "autofreeze" or a schedule'
-        )
-    if run.compiles:
-        yield (
-            f'train.compile = true with "{case}": shapes vary, and each would be compiled '
-            "anew; use compile = false"
-        )
+from dynmo import ModelOptions
+from dynmo.extend import CaseOptions, Count, Listed, RunFacts, Share, Whole
 
 
 class EarlyExit(CaseOptions):
@@ -32,6 +15,8 @@ class EarlyExit(CaseOptions):
 
     name: ClassVar[str] = "early_exit"
     turn: ClassVar[int] = 3
+    changes: ClassVar[str] = "attention"
+    chooses_tokens: ClassVar[bool] = True
 
     policy: Literal["calm", "adp-c"] = "calm"
     """How exits decide and learn. `calm` weighs the losses by depth, and its threshold falls over
@@ -56,12 +41,28 @@ class EarlyExit(CaseOptions):
             return self.threshold
         return 0.9 if self.policy == "calm" else 0.998
 
+    @property
+    def compares(self) -> str:
+        """What is compared with the threshold: `confidence`, or "top-1" for `adp-c`."""
+        return self.confidence if self.policy == "calm" else "top-1"
+
     def exits_of(self, blocks: int) -> tuple[int, ...]:
         """The blocks after which an exit head stands."""
         if self.exits is not None:
             return tuple(self.exits)
         thirds = (-(-third * blocks // 3) - 1 for third in (1, 2))
         return tuple(sorted({block for block in thirds if 0 <= block < blocks - 1}))
+
+    def loss_weights(self, blocks: int) -> list[float]:
+        """Weights of the losses of the exits, and of the head."""
+        places = (*self.exits_of(blocks), blocks - 1)
+        return [float(block + 1) if self.policy == "calm" else 1.0 for block in places]
+
+    def gpt_layers(self, layers: Any) -> Any:
+        return import_module(".layers", __package__).gpt_layers(self, layers)
+
+    def layers_added(self, model: ModelOptions) -> int:
+        return len(self.exits_of(model.blocks))
 
     def start_of(self, steps: int | None) -> int:
         """The first step at which tokens exit."""
@@ -72,8 +73,7 @@ class EarlyExit(CaseOptions):
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         key, model = "dynamism.early_exit", run.model
-        yield from needs_own_layers(run, "early_exit", "tokens that could exit")
-        yield from _chosen_tokens(run, "early_exit")
+        yield from super().problems(run)
         if model is not None and model.is_gpt:
             exits = self.exits_of(model.blocks)
             if not exits:

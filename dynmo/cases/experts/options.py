@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import ClassVar
 
 from dynmo.extend import BelowOne, CaseOptions, Count, RunFacts, Whole
@@ -22,6 +23,10 @@ class Experts(CaseOptions):
     """Experts that a replica may hold besides its equal part. Hot experts are copied there."""
     least_gain: BelowOne = 0.05
     """Experts move if the load of the busiest replica then falls by at least this share."""
+
+    @classmethod
+    def compile_ahead(cls) -> None:
+        import_module("dynmo.models.experts").compile_ahead()
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         model = run.model

@@ -86,6 +86,13 @@ class Freezing(CaseOptions):
             )
         if run.steps is not None:
             yield from self._late(run.steps)
+        chosen = [case.name for case in run.cases.values() if case.chooses_tokens]
+        if self.policy == "egeria" and chosen:
+            yield (
+                'dynamism.freezing.policy = "egeria" compares the outputs of a layer and its '
+                f'reference, which choose other tokens under "{chosen[0]}"; use "autofreeze" or a '
+                "schedule"
+            )
         if self.policy == "egeria" and self.refresh < self.window * self.every:
             yield (
                 f"dynamism.freezing.refresh = {self.refresh}: a reference must last a window of "

@@ -101,7 +101,7 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
         lambda module: hasattr(_router(module), "by_threshold"),
         modules,
         "mixture_of_depths, but no layer of the model selects tokens; give one of your own an "
-        "attribute `router`, as dynmo.models.mixture_of_depths.RoutedAttentionHalf has",
+        "attribute `router`, as dynmo.cases.mixture_of_depths.layers.RoutedAttentionHalf has",
     )
 
 

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dynmo.extend import CaseOptions, Count, NonNegative, RunFacts, Whole, needs_own_layers
-
-
-def _chosen_tokens(run: RunFacts, case: str) -> Iterator[str]:
-    """Yields the options that exclude a case that chooses tokens."""
-    if "sparse_attention" in run.cases:
-        yield (
-            f'dynamism.cases: "{case}" and "sparse_attention" both say what attention '
-            "computes; leave one of them out"
-        )
-    if getattr(run.cases.get("freezing"), "policy", None) == "egeria":
-        yield (
-            'dynamism.freezing.policy = "egeria" compares the outputs of a layer and its '
-            f'reference, which choose other tokens under "{case}"; use "autofreeze" or a schedule'
-        )
-    if run.compiles:
-        yield (
-            f'train.compile = true with "{case}": shapes vary, and each would be compiled '
-            "anew; use compile = false"
-        )
+from dynmo.extend import CaseOptions, Count, NonNegative, RunFacts, Whole
 
 
 class MixtureOfDepths(CaseOptions):
@@ -35,6 +17,8 @@ class MixtureOfDepths(CaseOptions):
 
     name: ClassVar[str] = "mixture_of_depths"
     turn: ClassVar[int] = 4
+    changes: ClassVar[str] = "attention"
+    chooses_tokens: ClassVar[bool] = True
 
     capacity: Annotated[float, Field(gt=0, le=1)] = 0.125
     """Share of the tokens of a sequence that a routed block computes."""
@@ -51,18 +35,15 @@ class MixtureOfDepths(CaseOptions):
     record_every: Count = 10
     """Steps between two records of how many tokens each routed block computes."""
 
+    def gpt_layers(self, layers: Any) -> Any:
+        return import_module(".layers", __package__).gpt_layers(self, layers)
+
     def routed_blocks(self, blocks: int) -> tuple[int, ...]:
         return tuple(range(self.every - 1, blocks, self.every))
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         key, model = "dynamism.mixture_of_depths", run.model
-        yield from needs_own_layers(run, "mixture_of_depths", "tokens to select")
-        yield from _chosen_tokens(run, "mixture_of_depths")
-        if "early_exit" in run.cases:
-            yield (
-                'dynamism.cases: "early_exit" and "mixture_of_depths" both choose tokens for a '
-                "block; leave one of them out"
-            )
+        yield from super().problems(run)
         if model is not None and model.is_gpt and self.every > model.blocks:
             yield (
                 f"{key}.every = {self.every} routes none of the model's {model.blocks} blocks; "

@@ -120,7 +120,8 @@ def halves_of(modules: Sequence[nn.Module]) -> list[int]:
         lambda module: hasattr(module, "sparse_attention"),
         modules,
         "sparse_attention, but no layer of the model has attention that can be sparse; give one "
-        "of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has",
+        "of your own an attribute `sparse_attention`, as "
+        "dynmo.cases.sparse_attention.layers.SharedAttentionHalf has",
     )
 
 

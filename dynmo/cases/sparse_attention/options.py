@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -16,7 +17,6 @@ from dynmo.extend import (
     RunFacts,
     Whole,
     check_ascending,
-    needs_own_layers,
 )
 
 Blocks: TypeAlias = Listed[Whole]
@@ -34,6 +34,7 @@ class SparseAttention(CaseOptions):
 
     name: ClassVar[str] = "sparse_attention"
     turn: ClassVar[int] = 2
+    changes: ClassVar[str] = "attention"
 
     kind: Literal["hash", "drop"] = "hash"
     """Pairs that are computed: those in one hash bucket, or those that a random drop leaves."""
@@ -51,9 +52,16 @@ class SparseAttention(CaseOptions):
     tile: Annotated[int, Field(ge=1, le=65536)] = 32
     """Queries that are computed together."""
 
+    def gpt_layers(self, layers: Any) -> Any:
+        return import_module(".layers", __package__).gpt_layers(layers)
+
+    @classmethod
+    def compile_ahead(cls) -> None:
+        import_module(".layers", __package__).compile_ahead()
+
     def problems(self, run: RunFacts) -> Iterator[str]:
         key, model = "dynamism.sparse_attention", run.model
-        yield from needs_own_layers(run, "sparse_attention", "attention")
+        yield from super().problems(run)
         if self.schedule and (self.start or self.blocks is not None):
             yield f"{key}.schedule says when and where, and so do start and blocks; leave them out"
         named = {block for _, blocks in self.schedule for block in blocks} | set(self.blocks or ())

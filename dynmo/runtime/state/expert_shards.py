@@ -39,7 +39,7 @@ class ExpertShards:
         self._world = world
         self.placements: dict[int, ExpertPlacement] = {}
         for index, module in enumerate(modules):
-            counts = {half.router.rule.experts for half in halves(module)}
+            counts = {half.router.experts for half in halves(module)}
             if len(counts) > 1:
                 raise ConfigError(
                     f"layer {index} has halves with {' and '.join(map(str, sorted(counts)))} "

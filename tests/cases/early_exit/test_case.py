@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynmo.cases.early_exit.case import EarlyExitCase
+from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import parse
-from dynmo.models.early_exit import ExitHead
 from dynmo.pipeline.case import Change, TokenShares
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, cases_of, short_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dynmo.cases.mixture_of_depths.case import MixtureOfDepthsCase
+from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router
 from dynmo.config import parse
-from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router
 from dynmo.pipeline.case import Change, TokenShares
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, short_run

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from dynmo.cases.sparse_attention.case import SparseAttentionCase, expected_ratio
+from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.models.gpt import AttentionOptions, SharedAttentionHalf
+from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, cases_of
@@ -29,7 +30,7 @@ from tests.equality import RANDOM_MOVES, resumed, run, same
 from tests.equality import config as small_run
 from tests.pool import Pool
 
-HALF = AttentionOptions(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
+HALF = ModelOptions(hidden=16, heads=2, sequence=8)
 
 
 def layers(blocks: int = 3) -> Kept:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dynmo.kernels.crossover import make_pruned
 from dynmo.models.gpt import FeedForwardHalf
+from dynmo.models.options import ModelOptions
 from dynmo.runtime.layer.buffers import BufferSet, has_same_bits
 from dynmo.runtime.layer.plain_state import PlainState
 
@@ -141,7 +142,7 @@ def test_a_written_attribute_is_named(name: str) -> None:
 
 
 def test_modules_of_dynmo_are_not_watched() -> None:
-    half = FeedForwardHalf(2, 0.2, 0.2, dropout=0.0)
+    half = FeedForwardHalf(ModelOptions(hidden=2, heads=1, init_std=0.2))
     state = PlainState(half)
     vars(half)["own"] = 3
     assert state.written() is None

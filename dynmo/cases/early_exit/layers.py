@@ -14,25 +14,22 @@ is the loss of the outputs alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.cases.early_exit.options import EarlyExit
 from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.split import WeightTape
 from dynmo.kernels.token_attention import attend_kept
 from dynmo.kernels.token_select import merge
-from dynmo.models.gpt import (
-    AttentionOptions,
-    Embedding,
-    FeedForwardHalf,
-    Head,
-    RotaryAttention,
-    rotate,
-)
+from dynmo.models.gpt import Embedding, GptLayers, Head, RotaryAttention, rotate
+from dynmo.models.model import Factory
+from dynmo.models.options import ModelOptions
 
 Tensors = tuple[Tensor, ...]
 
@@ -71,29 +68,6 @@ class TokenState(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class ExitRule:
-    """When a token exits.
-
-    Attributes:
-        confidence: "softmax" (largest probability minus the second), "state" (cosine of the states
-            before and after the last block), "classifier" (of the exit's own), or "top-1" (largest
-            probability, as in ADP-C).
-        threshold: A token exits when its confidence is over this.
-        decays: Whether the threshold falls over the sequence, as in CALM.
-    """
-
-    confidence: str
-    threshold: float
-    decays: bool
-
-    def thresholds(self, places: Tensor, sequence: int) -> Tensor:
-        if not self.decays:
-            return torch.full(places.shape, self.threshold, device=places.device)
-        time = (places % sequence).float() / sequence
-        return (self.threshold * (0.9 + 0.1 * torch.exp(-_STEEPNESS * time))).clamp(0, 1)
-
-
 class ExitEmbedding(Embedding):
     """Ids and targets, int64 [microbatch, 2, sequence] -> a `TokenState`."""
 
@@ -112,19 +86,16 @@ class ExitAttentionHalf(RotaryAttention):
     With `keeps_state` it hands on the states before this block too, for an exit that compares them.
     """
 
-    varying_shapes = False
-
-    def __init__(self, options: AttentionOptions, keeps_state: bool = False) -> None:
-        super().__init__(options)
-        self.sequence, self.keeps_state = options.sequence, keeps_state
-        hidden = options.hidden
+    def __init__(self, m: ModelOptions, keeps_state: bool = False) -> None:
+        super().__init__(m)
+        self.sequence, self.keeps_state = m.sequence, keeps_state
         # Two layers, because tokens that have exited need keys and values, but no queries.
-        self.q = nn.Linear(hidden, hidden, bias=False)
-        self.kv = nn.Linear(hidden, 2 * hidden, bias=False)
-        self.proj = nn.Linear(hidden, hidden, bias=False)
-        nn.init.normal_(self.q.weight, std=options.std)
-        nn.init.normal_(self.kv.weight, std=options.std)
-        nn.init.normal_(self.proj.weight, std=options.residual_std)
+        self.q = nn.Linear(m.hidden, m.hidden, bias=False)
+        self.kv = nn.Linear(m.hidden, 2 * m.hidden, bias=False)
+        self.proj = nn.Linear(m.hidden, m.hidden, bias=False)
+        nn.init.normal_(self.q.weight, std=m.init_std)
+        nn.init.normal_(self.kv.weight, std=m.init_std)
+        nn.init.normal_(self.proj.weight, std=m.residual_std)
 
     def forward(self, *tensors: Tensor) -> Tensors:
         state = TokenState(*tensors)
@@ -150,27 +121,13 @@ class ExitAttentionHalf(RotaryAttention):
         return (*after, x) if self.keeps_state else after
 
 
-class ExitFeedForwardHalf(FeedForwardHalf):
-    """The feed-forward half, on the tokens that remain."""
-
-    varying_shapes = False
-
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x), *rest
-
-
 class ExitHead(nn.Module):
     """Predicts, and lets the tokens go whose confidence is over the threshold.
 
     Args:
-        hidden: Width of the stream.
-        vocab: Number of different tokens.
-        std: Standard deviation of the initial weights.
-        sequence: Tokens of a row.
-        rule: When a token exits.
-        weight: Weight of this exit's loss.
-        later: Sum of the weights of later exits and the head.
-        total: Sum of all weights.
+        m: Sizes of the model.
+        options: Say when a token exits.
+        block: The exit stands after this block.
 
     Attributes:
         exits: Whether tokens leave. If not, the exit only adds its loss.
@@ -178,29 +135,22 @@ class ExitHead(nn.Module):
     """
 
     tape: WeightTape | None = None
-    varying_shapes = False
 
-    def __init__(
-        self,
-        hidden: int,
-        vocab: int,
-        std: float,
-        sequence: int,
-        rule: ExitRule,
-        weight: float,
-        later: float,
-        total: float,
-    ) -> None:
+    def __init__(self, m: ModelOptions, options: EarlyExit, block: int) -> None:
         super().__init__()
-        self.sequence, self.rule = sequence, rule
-        self.weight, self.later, self.total = weight, later, total
+        self.sequence, self.compares = m.sequence, options.compares
+        self.threshold, self.decays = options.threshold_of_policy, options.policy == "calm"
+        weights, place = options.loss_weights(m.blocks), options.exits_of(m.blocks).index(block)
+        # The weights of this exit's loss, of later exits and the head, and of all.
+        self.weight, self.later = weights[place], sum(weights[place + 1 :])
+        self.total = sum(weights)
         self.exits, self.seen = False, (0, 0)
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.logits = nn.Linear(hidden, vocab, bias=False)
-        nn.init.normal_(self.logits.weight, std=std)
-        if rule.confidence == "classifier":
-            self.classifier = nn.Linear(hidden, 1)
-            nn.init.normal_(self.classifier.weight, std=std)
+        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
+        self.logits = nn.Linear(m.hidden, m.vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=m.init_std)
+        if self.compares == "classifier":
+            self.classifier = nn.Linear(m.hidden, 1)
+            nn.init.normal_(self.classifier.weight, std=m.init_std)
             nn.init.zeros_(self.classifier.bias)
 
     def forward(self, *tensors: Tensor) -> Tensors:
@@ -215,7 +165,7 @@ class ExitHead(nn.Module):
         logits = self.logits(self.norm(x)).float()
         each = functional.cross_entropy(logits, own_targets, reduction="none")
         own = self.weight * each.sum()
-        if self.rule.confidence == "classifier":
+        if self.compares == "classifier":
             x = add_loss(x, self._classifier_loss(x, logits, own_targets), self.tape)
             state = state._replace(x=x)
         if self.exits:
@@ -231,7 +181,7 @@ class ExitHead(nn.Module):
         if not self.exits:
             return state
         x, places = state.x, state.places
-        needs_all = self.rule.confidence in ("softmax", "top-1")
+        needs_all = self.compares in ("softmax", "top-1")
         logits = self.logits(self.norm(x)).float() if needs_all else None
         leaves = self._leaves(x, logits, before, places)
         gone = leaves.nonzero().squeeze(1)
@@ -245,10 +195,17 @@ class ExitHead(nn.Module):
     ) -> Tensor:
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
-            return confidence > self.rule.thresholds(places, self.sequence)
+            return confidence > self.thresholds(places)
+
+    def thresholds(self, places: Tensor) -> Tensor:
+        """Returns the confidence over which the tokens at some places exit."""
+        if not self.decays:
+            return torch.full(places.shape, self.threshold, device=places.device)
+        time = (places % self.sequence).float() / self.sequence
+        return (self.threshold * (0.9 + 0.1 * torch.exp(-_STEEPNESS * time))).clamp(0, 1)
 
     def _confidence(self, x: Tensor, logits: Tensor | None, before: Tensor | None) -> Tensor:
-        kind = self.rule.confidence
+        kind = self.compares
         if kind == "state":
             assert before is not None, "the block before this exit keeps the states"
             return functional.cosine_similarity(x.float(), before.float(), dim=-1)
@@ -273,8 +230,8 @@ class ExitHead(nn.Module):
 class FinalHead(Head):
     """The head of the tokens that remain. Returns the loss."""
 
-    def __init__(self, hidden: int, vocab: int, std: float, share: float) -> None:
-        super().__init__(hidden, vocab, std)
+    def __init__(self, m: ModelOptions, share: float) -> None:
+        super().__init__(m)
         self.share = share
 
     def forward(self, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -291,6 +248,22 @@ def loss_of_exits(output: Tensor, targets: Tensor) -> Tensor:
     return output
 
 
-def exit_weights(blocks: tuple[int, ...], depth: int, by_depth: bool) -> list[float]:
-    """Weights of the losses of the exits, and of the head."""
-    return [float(block + 1) if by_depth else 1.0 for block in (*blocks, depth - 1)]
+def gpt_layers(options: EarlyExit, layers: GptLayers) -> GptLayers:
+    """Returns the layers of a GPT whose tokens exit."""
+    m = layers.model
+    exits, weights = options.exits_of(m.blocks), options.loss_weights(m.blocks)
+
+    def after(block: int) -> dict[str, Factory]:
+        return {"exit": partial(ExitHead, m, options, block)} if block in exits else {}
+
+    return replace(
+        layers,
+        embedding=partial(ExitEmbedding, m),
+        attention=lambda block: ExitAttentionHalf(
+            m, keeps_state=block in exits and options.compares == "state"
+        ),
+        after=after,
+        head=partial(FinalHead, m, weights[-1] / sum(weights)),
+        loss=loss_of_exits,
+        takes_targets=True,
+    )

@@ -18,16 +18,19 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.cases.mixture_of_depths.options import MixtureOfDepths
 from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.split import WeightTape
 from dynmo.kernels.token_attention import attend_packed, row_lengths
 from dynmo.kernels.token_select import select
-from dynmo.models.gpt import AttentionHalf, AttentionOptions, FeedForwardHalf, rotate
+from dynmo.models.gpt import AddingHalf, AttentionHalf, GptLayers, rotate
+from dynmo.models.options import ModelOptions
 
 # The width of the predictor "mlp" is the stream's width divided by this.
 _PREDICTOR_SHARE = 8
@@ -40,13 +43,6 @@ def selected_tokens(capacity: float, sequence: int) -> int:
 class Router(nn.Module):
     """Selects tokens, and predicts the selection.
 
-    Args:
-        hidden: Width of the stream.
-        capacity: Share of the tokens of a row that is selected.
-        predictor: "bce" or "mlp".
-        loss_weight: Weight of the predictor's loss.
-        std: Standard deviation of the initial weights.
-
     Attributes:
         by_threshold: Whether training selects by the predictor.
         seen: Tokens since the last record: all, selected, and predicted right.
@@ -54,19 +50,19 @@ class Router(nn.Module):
 
     tape: WeightTape | None = None
 
-    def __init__(
-        self, hidden: int, capacity: float, predictor: str, loss_weight: float, std: float
-    ) -> None:
+    def __init__(self, m: ModelOptions, options: MixtureOfDepths) -> None:
         super().__init__()
-        self.capacity, self.loss_weight = capacity, loss_weight
+        self.capacity, self.loss_weight = options.capacity, options.predictor_weight
         self.by_threshold = False
         self.seen: tuple[int, int, int | Tensor] = (0, 0, 0)
-        self.weight = nn.Linear(hidden, 1, bias=False)
-        nn.init.normal_(self.weight.weight, std=std)
+        self.weight = nn.Linear(m.hidden, 1, bias=False)
+        nn.init.normal_(self.weight.weight, std=m.init_std)
         self.predictor: nn.Sequential | None = None
-        if predictor == "mlp":
-            width = max(1, hidden // _PREDICTOR_SHARE)
-            self.predictor = nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, 1))
+        if options.predictor == "mlp":
+            width = max(1, m.hidden // _PREDICTOR_SHARE)
+            self.predictor = nn.Sequential(
+                nn.Linear(m.hidden, width), nn.SiLU(), nn.Linear(width, 1)
+            )
 
     def forward(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Selects tokens of x, [rows * sequence, hidden].
@@ -122,8 +118,8 @@ class RoutedAttentionHalf(AttentionHalf):
     # Evaluation selects by the predictor.
     varying_shapes = True
 
-    def __init__(self, options: AttentionOptions, router: Router) -> None:
-        super().__init__(options)
+    def __init__(self, m: ModelOptions, router: Router) -> None:
+        super().__init__(m)
         self.router = router
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,16 +141,29 @@ class RoutedAttentionHalf(AttentionHalf):
         )
 
 
-class RoutedFeedForwardHalf(FeedForwardHalf):
-    """The feed-forward of the selected tokens, and their way back into the stream."""
-
-    def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return add_selected(x, attended, weights, index, self.added)
-
-
 def add_selected(
-    x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]
+    added: Callable[[Tensor], Tensor], x: Tensor, attended: Tensor, weights: Tensor, index: Tensor
 ) -> Tensor:
-    """Adds the output of a routed block to the selected tokens."""
+    """Returns the stream, with the output of a routed block added to the selected tokens."""
     stream, chosen = select(x.flatten(0, 1), index)
     return stream.index_add(0, index, weights * (attended + added(chosen + attended))).view(x.shape)
+
+
+def gpt_layers(options: MixtureOfDepths, layers: GptLayers) -> GptLayers:
+    """Returns the layers of a GPT with routed blocks."""
+    m = layers.model
+    routed = options.routed_blocks(m.blocks)
+
+    def attention(block: int) -> nn.Module:
+        if block not in routed:
+            return layers.attention(block)
+        return RoutedAttentionHalf(m, Router(m, options))
+
+    def feed_forward(block: int) -> nn.Module:
+        half = layers.feed_forward(block)
+        if block in routed:
+            assert isinstance(half, AddingHalf)
+            half.residual = add_selected
+        return half
+
+    return replace(layers, attention=attention, feed_forward=feed_forward)
