@@ -12,7 +12,6 @@ lose small amounts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeGuard, cast
@@ -173,7 +172,9 @@ def splits(module: nn.Module) -> TypeGuard[Split]:
 
 def as_rows(x: Tensor) -> Tensor:
     """Reshape [..., n] to [rows, n], for any n. `reshape(-1, 0)` would be ambiguous."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -84,7 +84,7 @@ def is_alias(tensor: Tensor) -> bool:
 
 
 def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
-    return tuple((t.dtype, tuple(t.shape)) for t in tensors)
+    return tuple([(t.dtype, tuple(t.shape)) for t in tensors])
 
 
 def bytes_of(spec: Spec) -> int:

@@ -159,6 +159,10 @@ class Layer:
         # F writes to its inputs in place, by (keeps a graph, training). The entries may differ. A
         # layer's first F of each kind finds out.
         self._writes_inputs: dict[tuple[bool, bool], bool] = {}
+        # Whether the memory of an input may go before B, since the graph has not saved it.
+        self._frees_inputs = True
+        # Memory of the copies of the last F's inputs. None without copies.
+        self._copied: list[int | None] | None = None
         # Whether F writes to weights, and whether it has in this program. A write that repeats what
         # it did (clamp, a mask) changes nothing any more.
         self._writes_weights: bool | None = None
@@ -170,7 +174,7 @@ class Layer:
         # gradient. The others are constants that are handed on, like rotary tables. If the batch is
         # ragged, the key is the shapes of the inputs.
         self._outputs_like: dict[Spec, tuple[Spec, tuple[bool, ...]]] = {}
-        self._ragged = False
+        self._ragged = self._varies = False
         # Which outputs have required a gradient so far. Empty before the first step.
         self._have_trained: list[bool] = []
         # Whether some input had no gradient in the first microbatch of the program that runs.
@@ -241,6 +245,7 @@ class Layer:
     def begin(self) -> None:
         """Begins a program: its first microbatch sets the shapes of all messages."""
         self._ragged = False
+        self._varies = bool(getattr(self.module, "varying_shapes", False))
         self._outputs_like.clear()
         self._marks_missing = None
         self._has_written = False
@@ -334,9 +339,9 @@ class Layer:
                 they had not. One rank refuses them, too, so that any number of ranks trains the
                 same models.
         """
-        if getattr(self.module, "varying_shapes", False):
+        if self._varies:
             return outputs
-        spec, found = spec_of(outputs), tuple(y.requires_grad for y in outputs)
+        spec, found = spec_of(outputs), tuple([y.requires_grad for y in outputs])
         like = spec_of(inputs) if self._ragged else ()
         if like not in self._outputs_like:
             self._outputs_like[like] = spec, self._may_train(outputs) if graph else found
@@ -381,9 +386,10 @@ class Layer:
         measured = inputs if self._is_largest(inputs) else None
         leaves = inputs
         if not self._recompute:
-            pairs = [_with_leaf(x) if x.requires_grad else (x, None) for x in inputs]
+            frees = self._frees_inputs
+            pairs = [_with_leaf(x) for x in inputs] if frees else [(x, x) for x in inputs]
             inputs = tuple(x for x, _ in pairs)
-            leaves = tuple(leaf for _, leaf in pairs if leaf is not None)
+            leaves = tuple(leaf for _, leaf in pairs if leaf.requires_grad)
         # The first B shows whether it writes to buffers. Until then, their values are kept.
         keeps = self._recompute or self._writes_in_backward or not self._measured
         before = self.buffers.copies() if keeps else {}
@@ -400,7 +406,6 @@ class Layer:
         self._writes_in_place.update(
             key for key, (buffer, version) in versions.items() if buffer._version != version
         )
-        rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
         if state is not None:
             # A run to compare with puts no hook on the inputs.
             bare = tuple(map(_without_hooks, inputs))
@@ -411,7 +416,11 @@ class Layer:
         given = outputs if is_last else self._like_first(microbatch, inputs, outputs, graph=True)
         differentiable = tuple(is_last or y.requires_grad for y in given)
         # Only the graph is kept. Tensors that it has not saved may go.
-        graph = rerun if self._recompute else _roots(outputs, differentiable)
+        graph = (
+            partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
+            if self._recompute
+            else _roots(outputs, differentiable)
+        )
         self._saved[microbatch] = _Saved(leaves, measured, graph, differentiable, buffers)
         # With recompute the graph goes here. Without it, outputs keep their graph. Their users
         # detach them (the next layer) or only read (a channel, the loss account).
@@ -518,6 +527,7 @@ class Layer:
         mode = (graph, self.module.training)
         copies = self._writes_inputs.get(mode, True)
         given = tuple(x.clone() for x in inputs) if copies else inputs
+        self._copied = [storage_of(x) for x in given] if copies else None
         versions = [x._version for x in given]
         # The first run of each mode looks at writes.
         looks = mode not in self._writes_inputs
@@ -653,6 +663,12 @@ class Layer:
         with saved_tensors_shown(show):
             outputs = self._call(inputs, finish, True)
         self._look_at_graph(outputs, ends=finish is not None)
+        saved = {storage_of(tensor) for tensor in kept}
+        given = self._copied or map(storage_of, inputs)
+        self._frees_inputs = any(
+            x.requires_grad and storage not in saved
+            for x, storage in zip(inputs, given, strict=True)
+        )
         kept_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
         self.activation_bytes = max(self.activation_bytes, kept_bytes)
         self.output_bytes = max(self.output_bytes, _bytes(outputs))
@@ -793,6 +809,8 @@ def _with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:
     The leaf has the shape and one element of memory. An accumulating node holds its leaf: with the
     tensor as the leaf, its memory would live until B, whether the graph has saved it or not.
     """
+    if not x.requires_grad:
+        return x, x
     leaf = x.new_empty(()).expand(x.shape).requires_grad_()
     behind = reshape_unsafe(leaf, x.shape)  # no view of the leaf: it may be written to
     behind.data = x.detach()
