@@ -5,12 +5,13 @@ Run it before and after a change of structure.
     python -m tests.digests > before.json       # at the old commit
     python -m tests.digests --compare before.json
 
-Or run many small drawn cases, which files have recorded with their digests:
+Or run many small drawn cases, which a file has with their digests:
 
-    python -m tests.fuzz --cases 200 --write runs/cases           # at the old commit
-    python -m tests.digests --folder runs/cases
+    python -m tests.fuzz --cases 200 --write runs/drawn.jsonl     # at the old commit
+    python -m tests.digests --runs runs/drawn.jsonl
 
-Digests depend on the processor and on the torch version, so both runs belong on one machine.
+tests/fixtures has both files of an earlier commit. Digests depend on the processor and on the torch
+version, so both runs belong on one machine.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--compare", type=Path, help="a file that an earlier call has printed")
-    parser.add_argument("--folder", type=Path, help="files that `tests.fuzz --write` has written")
+    parser.add_argument("--runs", type=Path, help="a file that `tests.fuzz --write` has written")
     options = parser.parse_args()
-    if options.folder is not None:
-        return compare_folder(options.folder)
+    if options.runs is not None:
+        return compare_runs(options.runs)
     earlier = options.compare
     digests = {name: run(name, sections) for name, sections in CONFIGURATIONS.items()}
     print(json.dumps(digests, indent=1))
@@ -77,18 +78,17 @@ def main() -> int:
     return bool(different)
 
 
-def compare_folder(folder: Path) -> int:
-    """Runs every file of a folder. Returns 1 if one has other digests, or if there is none."""
+def compare_runs(file: Path) -> int:
+    """Runs every case of a file. Returns 1 if one has other digests, or if there is none."""
     from tests.fuzz.outcome import EQUAL, CaseResult
-    from tests.fuzz.recorded import read_case
+    from tests.fuzz.recorded import read_cases
     from tests.fuzz.runner import run_all
 
-    files = sorted(folder.glob("*.toml"))
-    cases = [read_case(file, number) for number, file in enumerate(files)]
+    cases = read_cases(file)
 
     def tell(outcome: CaseResult) -> None:
         if outcome.kind != EQUAL:
-            print(f"{files[outcome.case.number]}: {outcome.what}\n{outcome.detail}", flush=True)
+            print(f"{file}:{outcome.case.number}: {outcome.what}\n{outcome.detail}", flush=True)
 
     outcomes = run_all(cases, os.cpu_count() or 1, tell)
     changed = sum(outcome.kind != EQUAL for outcome in outcomes)

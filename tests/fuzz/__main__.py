@@ -2,7 +2,7 @@
 
 1000 cases:                      python -m tests.fuzz --cases 1000 --seed 1
 Case 37 again:                   python -m tests.fuzz --seed 1 --only 37
-Files for `tests.digests`:       python -m tests.fuzz --cases 200 --write runs/cases
+Runs for `tests.digests`:        python -m tests.fuzz --cases 200 --write runs/drawn.jsonl
 The figure of the README:        python -m tests.fuzz --cases 48 --out benchmarks/results/fuzz.json
 """
 
@@ -32,7 +32,7 @@ class Progress:
         total: Number of cases.
         folder: Folder for the TOML files of failures.
         repeat: Command that runs one case again, without its number.
-        write: Folder for the cases that are equal, with their digests. None writes none.
+        write: File for the cases that are equal, with their digests. None writes none.
     """
 
     def __init__(self, total: int, folder: Path, repeat: str, write: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class Progress:
         self._counts[outcome.kind] += 1
         number = outcome.case.number
         if outcome.kind == EQUAL and self._write is not None:
-            write_case(outcome, self._write, f"{self._repeat} {number}")
+            write_case(outcome, self._write)
         if outcome.kind == FAILED:
             print(f"\ncase {number}: {outcome.what}\n{outcome.detail}")
             print(f"    {self._repeat} {number}\n{replay(outcome, self._folder)}", flush=True)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side")
     add("--folder", type=Path, default=Path("runs", "fuzz"), help="for TOML files of failures")
     add("--out", type=Path, help="write the counts to this file, as JSON")
-    add("--write", type=Path, help="write the equal cases to this folder, with their digests")
+    add("--write", type=Path, help="write the equal cases to this file, with their digests")
     add("--modules", action="store_true", help="small modules instead, held to plain torch, too")
     add("--show", action="store_true", help="print the TOML files and run nothing")
     share = "share of the cases whose mesh or number of ranks changes"
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare()  # else every rank would compile at once, within a case's time limit
     repeat = f"python -m tests.fuzz --seed {options.seed} --elastic {options.elastic} --only"
     if options.write is not None:
-        options.write.mkdir(parents=True, exist_ok=True)
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text("")
     progress = Progress(len(cases), folder, repeat, options.write)
     outcomes = run_all(cases, options.jobs, progress.tell)
     print(summary(outcomes, progress.seconds()))

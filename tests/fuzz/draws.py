@@ -37,7 +37,7 @@ class Case:
         config: The run under test, as nested tables.
         resumed: The configuration that goes on after `stop`, or None for a run in one go.
         stop: The step after which the first part is asked to stop.
-        recorded: Loss and digests that the run had before, as text. Without them, one rank says
+        recorded: Loss and digests that the run had before. Without them, one rank says
             what they must be.
     """
 

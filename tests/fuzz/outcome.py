@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ EQUAL, REFUSED, FAILED = "equal", "refused", "failed"
 class CaseResult:
     """How a case ended: EQUAL, REFUSED or FAILED, and in one line why.
 
-    `end` has the loss and the digests of a case that is equal, as text.
+    `end` is what `Observed.digests` says of a case that is equal.
     """
 
     case: Case
@@ -67,6 +68,11 @@ class Observed:
             elif event["event"] == "end":
                 keys = ("loss", "weights_digest", "buffers_digest")
                 self.end = {key: repr(event.get(key)) for key in keys}
+
+    def digests(self) -> dict[str, str]:
+        """The end of the run, and a digest of all its steps and evaluations."""
+        course = repr([sorted(seen.items()) for seen in (self.steps, self.evaluations)])
+        return {**self.end, "course": hashlib.sha256(course.encode()).hexdigest()[:16]}
 
 
 def _add(seen: dict[Any, str], key: Any, value: object) -> None:

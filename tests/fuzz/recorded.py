@@ -1,7 +1,7 @@
-"""Cases in files: each is a run, with the digests that it must have.
+"""Runs in a file: each line has the TOML files of a run, and what the run must give.
 
-`python -m tests.fuzz --write FOLDER` writes them, and `python -m tests.digests --folder FOLDER`
-runs them again. `dynmo train FILE` runs one of them: the digests are in comments.
+`python -m tests.fuzz --write FILE` writes them, and `python -m tests.digests --runs FILE` runs them
+again. A run that stops and goes on has two TOML files.
 """
 
 from __future__ import annotations
@@ -12,36 +12,22 @@ from pathlib import Path
 
 import tomli_w
 
-from tests.fuzz.draws import Case, without_stop
+from tests.fuzz.draws import Case
 from tests.fuzz.outcome import CaseResult
 
-_MARK = "# digests: "
+
+def write_case(outcome: CaseResult, file: Path) -> None:
+    """Adds a case that had the bits of one rank."""
+    run = {"toml": [tomli_w.dumps(config) for config in outcome.case.configs], "end": outcome.end}
+    with file.open("a") as lines:
+        lines.write(json.dumps(run) + "\n")
 
 
-def write_case(outcome: CaseResult, folder: Path, repeat: str) -> None:
-    """Writes a case that had the bits of one rank. A run in two parts becomes two whole runs.
-
-    Args:
-        outcome: Outcome of the case.
-        folder: Folder of the files.
-        repeat: Command that runs the case again.
-    """
-    case = outcome.case
-    names = [f"fuzz-{case.number}", f"fuzz-{case.number}-resumed"]
-    for name, config in zip(names, case.configs, strict=False):
-        whole = {**config, "dynamism": without_stop(config), "checkpoint": {}, "name": name}
-        head = f"# {repeat}\n{_MARK}{json.dumps(outcome.end)}\n"
-        (folder / f"{name}.toml").write_text(head + tomli_w.dumps(whole))
-
-
-def read_case(file: Path, number: int) -> Case:
-    """Reads a file of `write_case`.
-
-    Raises:
-        ValueError: The file does not say which digests it must have.
-    """
-    text = file.read_text()
-    marked = [line for line in text.splitlines() if line.startswith(_MARK)]
-    if not marked:
-        raise ValueError(f"{file} has no line that starts with {_MARK!r}")
-    return Case(number, tomllib.loads(text), recorded=json.loads(marked[0].removeprefix(_MARK)))
+def read_cases(file: Path) -> list[Case]:
+    """Reads a file of `write_case`. Cases have the numbers of their lines."""
+    cases = list[Case]()
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        run = json.loads(line)
+        config, *later = [tomllib.loads(text) for text in run["toml"]]
+        cases.append(Case(number, config, later[0] if later else None, recorded=run["end"]))
+    return cases

@@ -63,7 +63,7 @@ class Runner:
                 raise Refusal(str(error)) from None
             expected = Observed(end=case.recorded) if case.recorded else self.reference(case)
             ours = self._under_test(case)
-            unlike = difference(Observed(end=ours.end) if case.recorded else ours, expected)
+            unlike = difference(Observed(end=ours.digests()) if case.recorded else ours, expected)
             if unlike:
                 raise Failure(unlike)
             warning = next(
@@ -82,7 +82,7 @@ class Runner:
             return CaseResult(case, FAILED, f"hang or crash: {lost}", self._log.read_text()[-4000:])
         except JobFailed as error:
             return CaseResult(case, FAILED, "crash outside of the run", str(error))
-        return CaseResult(case, EQUAL, end=ours.end)
+        return CaseResult(case, EQUAL, end=ours.digests())
 
     def reference(self, case: Case) -> Observed:
         """The results of the case on one rank.

@@ -32,7 +32,7 @@ from tests.fuzz.grammar import draw as draw_module
 from tests.fuzz.layers import LAYERS
 from tests.fuzz.models import model_of
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED, CaseResult
-from tests.fuzz.recorded import read_case, write_case
+from tests.fuzz.recorded import read_cases, write_case
 from tests.fuzz.report import passed, replay, summary
 from tests.fuzz.runner import Runner
 from tests.pool import ROOT, Pool, PoolLost
@@ -311,50 +311,49 @@ def test_printed_files_replay_a_case(
 
 
 def test_written_case_has_the_digests_of_its_run(runner: Runner, tmp_path: Path) -> None:
-    """The second part of a run that stops is a whole run in a file of its own."""
-    first = planted("a_model", dynamism={"cases": [f"{STOP}0"]}, checkpoint={"every": 1})
-    case = replace(first, resumed=planted("a_model", pipeline={"schedule": "1f1b"}).config, stop=0)
+    train, stops = {"eval_every": 2}, {"cases": [f"{STOP}0"]}
+    first = planted("a_model", train=train, dynamism=stops, checkpoint={"every": 1})
+    second = planted("a_model", train=train, pipeline={"schedule": "1f1b"}).config
+    case = replace(first, resumed=second)
     outcome = runner.run(case)
     assert outcome.kind == EQUAL, (outcome.what, outcome.detail)
-    write_case(outcome, tmp_path, "python -m tests.fuzz --seed 1 --only 7")
-    files = sorted(tmp_path.glob("*.toml"))
-    assert [file.name for file in files] == ["fuzz-7-resumed.toml", "fuzz-7.toml"]
-    cases = [read_case(file, 0) for file in files]
-    for file, again in zip(files, cases, strict=True):
-        assert again.resumed is None
-        assert parse(again.config) == load(file)
-        assert runner.run(again).kind == EQUAL
-    other = replace(cases[0], recorded=outcome.end | {"weights_digest": "'0'"})
-    assert "wrong bits: end at weights_digest" in runner.run(other).what
-    files[0].write_text("seed = 1\n")
-    with pytest.raises(ValueError, match="has no line that starts with"):
-        read_case(files[0], 0)
+    file = tmp_path / "runs.jsonl"
+    for _ in range(2):
+        write_case(outcome, file)
+    again = read_cases(file)[1]
+    assert again == replace(case, number=2, recorded=outcome.end)
+    assert runner.run(again).kind == EQUAL
+    for key in ("weights_digest", "course"):
+        other = replace(again, recorded=outcome.end | {key: "'0'"})
+        assert f"wrong bits: end at {key}" in runner.run(other).what
 
 
-def test_digests_of_a_folder_are_compared(
+def test_recorded_runs_are_compared(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert digests.compare_folder(tmp_path) == 1, "nothing is compared"
-    end = {"loss": "1.0", "weights_digest": "'0'"}
-    for number in range(3):
-        case = replace(planted("a_model"), number=number)
-        write_case(CaseResult(case, EQUAL, end=end), tmp_path, "")
+    file, end = tmp_path / "runs.jsonl", {"loss": "1.0", "weights_digest": "'0'"}
+    file.write_text("")
+    assert digests.compare_runs(file) == 1, "nothing is compared"
+    for _ in range(3):
+        write_case(CaseResult(planted("a_model"), EQUAL, end=end), file)
 
     def outcomes(
         cases: list[Case], jobs: int, tell: Callable[[CaseResult], None]
     ) -> list[CaseResult]:
         assert all(case.recorded == end for case in cases)
         kinds = [EQUAL, FAILED if changed else EQUAL, EQUAL]
-        results = [CaseResult(case, kinds[case.number], "wrong bits") for case in cases]
+        results = [
+            CaseResult(case, kind, "wrong bits") for case, kind in zip(cases, kinds, strict=True)
+        ]
         for result in results:
             tell(result)
         return results
 
     monkeypatch.setattr("tests.fuzz.runner.run_all", outcomes)
     for changed in (False, True):
-        assert digests.compare_folder(tmp_path) == changed
+        assert digests.compare_runs(file) == changed
         out, err = capsys.readouterr()
-        assert (f"{tmp_path / 'fuzz-1.toml'}: wrong bits" in out) == changed
+        assert (f"{file}:2: wrong bits" in out) == changed
         assert f"3 compared, {int(changed)} changed" in err
 
 
