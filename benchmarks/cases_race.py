@@ -19,10 +19,10 @@ from benchmarks.baselines.placements import balanced_bounds
 from benchmarks.cost_traces import best
 from benchmarks.harness import OPTIMIZER
 from dynmo.balance.partition import Partition, uniform
+from dynmo.cases.pruning.sparse_linear import linears
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
-from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.world import World

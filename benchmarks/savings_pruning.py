@@ -37,11 +37,12 @@ import torch
 from torch import nn
 
 from benchmarks.harness import alternate, bound_of, elapsed, part_medians, run_ranks, time_layer
+from benchmarks.linear_times import time_linear, time_pruned
 from benchmarks.output import add_number, parser_of, pyplot, run, save_picture, show
+from dynmo.cases.pruning.crossover import make_pruned, measure_crossover
+from dynmo.cases.pruning.csr import pack, sddmm_, spmm, unpack
+from dynmo.cases.pruning.sparse_linear import SparseLinear, linears, prune, survivors
 from dynmo.config import parse
-from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
-from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
-from dynmo.kernels.sparse_linear import SparseLinear, linears, prune, survivors
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer
@@ -91,8 +92,7 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[list[
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
     """Times a dense module's linears alone."""
     each = [
-        time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds)
-        for _, x in linears(module)
+        time_pruned(x.out_features, x.in_features, None, tokens, rounds) for _, x in linears(module)
     ]
     f, b, w = (sum(x) for x in zip(*each, strict=True))
     return f, b, w
@@ -176,9 +176,9 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for rows, columns in MATRICES:
         points: list[dict[str, float]] = []
-        plain = make_pruned(rows, columns, 0.0, False)
+        plain = make_pruned(rows, columns, None)
         for sparsity in CURVE:
-            linear = make_pruned(rows, columns, sparsity, True)
+            linear = make_pruned(rows, columns, sparsity)
             pairs = [
                 (time_linear(plain, tokens, 1), time_linear(linear, tokens, 1))
                 for _ in range(rounds)

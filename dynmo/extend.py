@@ -10,6 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynmo.errors import ConfigError as ConfigError
+    from dynmo.jit import jit as jit
+    from dynmo.kernels.packed_weight import PackedWeight as PackedWeight
+    from dynmo.kernels.split import SplitLinear as SplitLinear
+    from dynmo.kernels.split import WeightTape as WeightTape
+    from dynmo.kernels.split import accumulate_linear as accumulate_linear
+    from dynmo.kernels.split import may_split as may_split
     from dynmo.options import BelowOne as BelowOne
     from dynmo.options import Bytes as Bytes
     from dynmo.options import Count as Count
@@ -27,14 +34,21 @@ _HOMES = {
     "BelowOne": "dynmo.options",
     "Bytes": "dynmo.options",
     "CaseOptions": "dynmo.pipeline.case_options",
+    "ConfigError": "dynmo.errors",
     "Count": "dynmo.options",
     "Lax": "dynmo.options",
     "Listed": "dynmo.options",
     "NonNegative": "dynmo.options",
+    "PackedWeight": "dynmo.kernels.packed_weight",
     "RunFacts": "dynmo.pipeline.case_options",
     "Share": "dynmo.options",
+    "SplitLinear": "dynmo.kernels.split",
+    "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
+    "accumulate_linear": "dynmo.kernels.split",
     "check_ascending": "dynmo.options",
+    "jit": "dynmo.jit",
+    "may_split": "dynmo.kernels.split",
     "written": "dynmo.options",
 }
 
@@ -42,14 +56,21 @@ __all__ = [
     "BelowOne",
     "Bytes",
     "CaseOptions",
+    "ConfigError",
     "Count",
     "Lax",
     "Listed",
     "NonNegative",
+    "PackedWeight",
     "RunFacts",
     "Share",
+    "SplitLinear",
+    "WeightTape",
     "Whole",
+    "accumulate_linear",
     "check_ascending",
+    "jit",
+    "may_split",
     "written",
 ]
 

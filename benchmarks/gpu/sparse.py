@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress
-from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
+from benchmarks.linear_times import time_pruned
+from dynmo.cases.pruning.crossover import measure_crossover
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -31,12 +32,10 @@ def matrix(
 ) -> dict[str, Any]:
     """Measures one matrix at several sparsities."""
     progress(f"{dtype}, {rows} x {columns}")
-    dense = time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
+    dense = time_pruned(rows, columns, None, tokens, rounds, device, dtype)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:
-        sparse = time_linear(
-            make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds
-        )
+        sparse = time_pruned(rows, columns, sparsity, tokens, rounds, device, dtype)
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
     threshold = median(

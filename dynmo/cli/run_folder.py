@@ -209,14 +209,15 @@ def _set_aside(folder: Path, overwrite: bool) -> Path:
 
 
 def _with_recorded(config: Config, before: str) -> Config:
-    """Keeps options that the run has measured by itself (`Pruning.dense_below`)."""
+    """Keeps options that the run's cases have measured by themselves."""
     from dynmo.config import parse, with_options
 
     # The run's own copy may be edited by hand.
     with contextlib.suppress(ValueError):
-        then = parse(parse_toml(before)).dynamism.pruning.dense_below
-        if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
-            return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
+        then = parse(parse_toml(before)).dynamism
+        for name, options in config.dynamism.named.items():
+            kept = options.measured(getattr(then, name))
+            config = with_options(config, ("dynamism", name), kept) if kept else config
     return config
 
 

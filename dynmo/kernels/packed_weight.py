@@ -22,9 +22,8 @@ from dynmo.kernels.deferral import plain_class
 
 _FORMS: list[type[PackedWeight]] = []
 
-# Modules of dynmo that have forms, by a buffer of the form. A process that does not pack weights
-# itself may load packed ones.
-_LATE: dict[str, str] = dict.fromkeys(("crow", "kept_mask"), "dynmo.kernels.sparse_linear")
+# It imports the forms of dynmo's own cases. A process without a case may load what the case packed.
+_OWN_FORMS = "dynmo.cases.forms"
 
 
 class PackedWeight(nn.Module):
@@ -153,8 +152,8 @@ def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: A packed weight cannot be this layer's.
     """
-    for name in {key.rpartition(".")[2] for key in buffers} & {*_LATE}:
-        import_module(_LATE[name])
+    if buffers.keys() - dict(module.named_buffers()).keys():
+        import_module(_OWN_FORMS)
     for path, part in list(module.named_modules()):
         prefix = f"{path}." if path else ""
         plain = part.plain if isinstance(part, PackedWeight) else plain_class(type(part))

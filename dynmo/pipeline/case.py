@@ -185,6 +185,10 @@ class Dynamism(Protocol):
 
     Attributes:
         name: Names the case in messages and checkpoints.
+        announces: Whether each change of a layer's time follows from a `Change`. If not, the data
+            may change it, too.
+        divides_parameters: Whether parts of a parameter leave. The optimizer must then update each
+            element by itself.
 
     Example:
         >>> class FreezeEmbedding(Dynamism):
@@ -198,6 +202,8 @@ class Dynamism(Protocol):
     """
 
     name: str
+    announces: bool = False
+    divides_parameters: bool = False
 
     @abstractmethod
     def act(self, step: int, layers: Layers) -> Change | None:

@@ -93,6 +93,14 @@ class CaseOptions(Options):
         """Returns how many layers `gpt_layers` adds."""
         return 0
 
+    def measured(self, before: Any) -> Mapping[str, Any]:
+        """Returns options that a run measured by itself (`Change.options`). A resume keeps them.
+
+        Args:
+            before: The run's options before the resume.
+        """
+        return {}
+
     @classmethod
     def compile_ahead(cls) -> None:
         """Compiles the loops of the case's kernels as a part of the set-up."""

@@ -63,6 +63,7 @@ def _check(case: object, where: str) -> None:
     """Raises ConfigError if an object is no case."""
     methods = ["act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts"]
     missing = [name for name in methods if not callable(getattr(case, name, None))]
+    missing += [name for name in ("announces", "divides_parameters") if not hasattr(case, name)]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(

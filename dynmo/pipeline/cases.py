@@ -10,9 +10,6 @@ from dynmo.pipeline.case import Change, Dynamism, Signals, TokenShares, checked,
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
 
-# Cases that name every layer whose time they change. Those of others depend on the data, too.
-_ANNOUNCE = ("freezing", "pruning")
-
 
 class Cases:
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
@@ -26,7 +23,7 @@ class Cases:
     @property
     def keep_kinds(self) -> bool:
         """True if layers of one kind and size take equally long until a change is announced."""
-        return not self._varies and all(case.name in _ANNOUNCE for case in self.all)
+        return not self._varies and all(case.announces for case in self.all)
 
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
         """Collects what layers have counted in the step before. For use before layers move."""

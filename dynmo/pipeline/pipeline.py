@@ -315,8 +315,9 @@ class Pipeline:
     def _check_optimizer(self) -> None:
         """Refuses what a user's optimizer cannot do, and says what it does otherwise."""
         options, groups = self._options, self._engine.store.groups
-        if any(case.name == "pruning" for case in options.cases):
-            groups.check_is_elementwise("dynamism.pruning")
+        for case in self._cases:
+            if case.divides_parameters:
+                groups.check_is_elementwise(f"dynamism.{case.name}")
         keeps = options.post_validation and options.rollback == "in-place" and not groups.inverts
         if keeps and self._world.everyone.rank == 0:
             _logger.warning(

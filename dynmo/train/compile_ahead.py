@@ -16,14 +16,12 @@ import torch
 from dynmo.cases import CASES
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.kernels.crossover import make_pruned, time_linear
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.planner.make_plan import make_plan
 
 
 def prepare() -> None:
     torch.set_num_threads(1)
-    time_linear(make_pruned(8, 8, 0.5, sparse=True), tokens=4, repeats=1)
     for options in CASES.values():
         options.compile_ahead()
     for schedule in ("zb-h1", "zb-auto", "zb-v", "v-auto", "interleaved-1f1b"):

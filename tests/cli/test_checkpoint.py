@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dynmo
+from dynmo.cases.pruning.sparse_linear import linears, prune
 from dynmo.huggingface import from_checkpoint, from_pretrained, save_pretrained
-from dynmo.kernels.sparse_linear import linears, prune
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dynmo
+from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import ConfigError, RunError
 from dynmo.huggingface import save_pretrained
 from dynmo.huggingface.from_checkpoint import in_shards
 from dynmo.huggingface.saved_form import SavedForm
 from dynmo.huggingface.tensor_file import TensorFile
-from dynmo.kernels.sparse_linear import prune
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state

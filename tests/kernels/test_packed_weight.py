@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -86,3 +88,18 @@ def test_only_the_module_reads_its_packed_weight(fails: bool) -> None:
     else:
         run(torch.ones(1, 3))
     assert linear.weight is not None, "allowed again"
+
+
+def test_forms_of_cases_that_do_not_run_are_known() -> None:
+    """Runs in a process of its own, which has not loaded pruning."""
+    code = """
+import sys, torch
+from torch import nn
+from dynmo.kernels.packed_weight import conform
+module = nn.Sequential(nn.Linear(3, 2))
+assert "dynmo.cases" not in sys.modules
+conform(module, {"0.crow": torch.tensor([0, 1, 2]), "0.col": torch.tensor([2, 0])})
+print(type(module[0]).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "SparseLinear\n"

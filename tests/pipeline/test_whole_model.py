@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import CheckpointError
 from dynmo.kernels.packed_weight import unpacked
-from dynmo.kernels.sparse_linear import prune
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.whole_model import WholeModel

@@ -10,7 +10,8 @@ from types import ModuleType
 from numba.core.dispatcher import Dispatcher
 
 from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
-from dynmo.kernels import balanced_assignment, csr_loops, hash_attention, shared_qk
+from dynmo.cases.pruning import csr
+from dynmo.kernels import balanced_assignment, hash_attention, shared_qk
 from dynmo.schedule import op_table
 from dynmo.train.compile_ahead import prepare
 
@@ -24,7 +25,7 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
 
 def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
-    layers = loops((csr_loops, hash_attention, shared_qk))
+    layers = loops((csr, hash_attention, shared_qk))
     used = {
         name
         for user in (chains, chunks)

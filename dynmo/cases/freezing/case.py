@@ -28,6 +28,7 @@ class ScheduledFreezing(Dynamism):
     """Freezes the leading layers at given steps."""
 
     name = "freezing"
+    announces = True
 
     def __init__(self, schedule: Sequence[Sequence[int]]) -> None:
         self._schedule = tuple(schedule)
@@ -72,6 +73,7 @@ class AutoFreeze(Dynamism):
     """
 
     name = "freezing"
+    announces = True
 
     def __init__(self, every: int, start: int, most: int, unit: str = "half") -> None:
         self._every, self._start, self._most, self._unit = every, start, most, unit

@@ -43,6 +43,7 @@ class Egeria(Dynamism):
     """Freezes the front module when its plasticity no longer changes."""
 
     name = "freezing"
+    announces = True
 
     def __init__(self, options: Freezing, most: int, seed: int) -> None:
         self._options, self._most, self._seed = options, most, seed

@@ -18,25 +18,27 @@ Within a layer, the weight at the lower position stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.cases.pruning import Pruning
-from dynmo.cost.layer_cost import Forecast
-from dynmo.errors import ConfigError
-from dynmo.kernels.crossover import known_crossover
-from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
-from dynmo.kernels.split import LOW
-from dynmo.pipeline.case import Change, Collective, Dynamism, Layers
-from dynmo.pipeline.case_options import RunFacts
+from dynmo import Change, Dynamism, Forecast, Layers
+from dynmo.cases.pruning.crossover import known_crossover
+from dynmo.cases.pruning.options import Pruning
+from dynmo.cases.pruning.sparse_linear import (
+    SparseLinear,
+    dense_size,
+    linears,
+    prune,
+    survivors,
+    weight_name,
+)
+from dynmo.extend import ConfigError, RunFacts
 
-DENSE_BELOW_ON_CPU = 0.75
-
-
+_DENSE_BELOW_ON_CPU = 0.75
 # Rows of a matrix product that are timed if nobody knows the size of a microbatch.
 _USUAL_TOKENS = 1024
 
@@ -66,13 +68,13 @@ class Cubic:
 # -- which weights stay ----------------------------------------------------------------------------
 
 
-Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
-"""The candidates on this rank, by layer: flat tensors, in order."""
+Sum: TypeAlias = Callable[[Tensor, str], Tensor]
+"""Adds a tensor up over the ranks, in place."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates of one layer, made one at a time.
+    """The candidates of one layer: flat tensors in order, made one at a time.
 
     Those of a linear under a mask are a copy. If weights have float32 masters, the masters are
     compared, because too many rounded weights would be equal.
@@ -83,26 +85,16 @@ class Candidates:
 
     def __iter__(self) -> Iterator[Tensor]:
         return (
-            survivors(x, self.masters.get(f"{name}.weight/master" if name else "weight/master"))
+            survivors(x, self.masters.get(f"{weight_name(name)}/master"))
             for name, x in linears(self.module)
         )
 
 
 def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
     """Returns the float32 masters among a layer's moments."""
-    if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
+    if all(x.weight.dtype.itemsize >= 4 for _, x in linears(layers.modules[layer])):
         return {}
     return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
-
-
-class Alone:
-    """The collective of a rank that asks no other."""
-
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
-        return tensor
-
-    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -142,34 +134,34 @@ def _keys(tensor: Tensor) -> Tensor:
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest first
 
 
-def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
+def cut(parts: Mapping[int, Iterable[Tensor]], keep: int, layers: int, total: Sum) -> Cut:
     """Finds the cut that keeps exactly `keep` of the candidates of all ranks.
 
     If there are no more than that, all stay. Works on one tensor at a time.
+
+    Args:
+        parts: The candidates on this rank, by layer. They are listed several times.
     """
-    device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
     bits, left = 0, keep
     for shift, width in _DIGITS:
-        counts = torch.zeros(1 << width, dtype=torch.int64, device=device)
+        counts = torch.zeros(1 << width, dtype=torch.int64)
         for tensors in parts.values():
-            for tensor in tensors:
-                keys = _keys(tensor)
-                near = keys[(keys >> (shift + width)) == bits] if shift + width < 31 else keys
-                counts += torch.bincount((near >> shift) & ((1 << width) - 1), minlength=1 << width)
-        total = collective.sum(counts.cpu(), "the magnitudes of all weights")
-        from_top = total.flip(0).cumsum(0)
+            for keys in map(_keys, tensors):
+                near = keys[(keys >> (shift + width)) == bits]
+                digits = (near >> shift) & ((1 << width) - 1)
+                counts += torch.bincount(digits, minlength=1 << width).cpu()
+        from_top = total(counts, "the magnitudes of all weights").flip(0).cumsum(0)
         if shift + width == 31 and int(from_top[-1]) <= keep:
             return Cut(-1, (0,) * layers)
         if keep <= 0:
             return Cut(2**31 - 1, (0,) * layers)
         place = int((from_top < left).sum())
-        digit = (1 << width) - 1 - place
         left -= int(from_top[place - 1]) if place else 0
-        bits = (bits << width) | digit
+        bits = (bits << width) | ((1 << width) - 1 - place)
     equal = torch.zeros(layers, dtype=torch.int64)
     for layer, tensors in parts.items():
-        equal[layer] = sum(int((_keys(t) == bits).sum()) for t in tensors)
-    collective.sum(equal, "the weights at the threshold")
+        equal[layer] = sum(int((_keys(tensor) == bits).sum()) for tensor in tensors)
+    total(equal, "the weights at the threshold")
     before = equal.cumsum(0) - equal
     return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
 
@@ -182,6 +174,8 @@ class PruningCase(Dynamism):
     """Prunes the linears of all layers but the first and the last."""
 
     name = "pruning"
+    announces = True
+    divides_parameters = True
 
     def __init__(
         self,
@@ -196,46 +190,48 @@ class PruningCase(Dynamism):
         self._known = dict(known or {})
         self._measured = dict(self._known)
         self._sparsity = 0.0
-        self._targets: tuple[int, ...] | None = None
+        self._targets: tuple[int, ...] = ()
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        self._targets = _targets(modules)
+        inner = range(1, len(modules) - 1)
+        self._targets = tuple(i for i in inner if any(True for _ in linears(modules[i])))
+        if not self._targets:
+            raise ConfigError(
+                "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; "
+                "leave the case out"
+            )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        self._targets = self._targets or _targets(layers.modules)
-        if step not in self._schedule.steps:
-            return None
+        if not self._targets:
+            self.check(layers.modules)
         targets = tuple(i for i in self._targets if i not in layers.frozen)
         wanted = self._schedule.sparsity(step)
-        if not targets or wanted <= 0:
+        if not self.acts(step) or not targets or wanted <= 0:
             return None
         measured = self._measure(targets, layers)
-        parts = {
-            i: Candidates(layers.modules[i], masters(i, layers)) for i in layers.own if i in targets
-        }
-        sizes = {
-            i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets
-        }
+        modules, total = layers.modules, layers.collective.sum
+        parts = {i: Candidates(modules[i], masters(i, layers)) for i in layers.own if i in targets}
+        sizes = {i: sum(dense_size(linear) for _, linear in linears(modules[i])) for i in targets}
         if self._criterion == "global":
             keep = round((1 - wanted) * sum(sizes.values()))
-            everyone = cut(parts, keep, layers.count, layers.collective)
+            everyone = cut(parts, keep, layers.count, total)
         else:
             everyone = None
         # Columns per layer: weights before, weights after, linears, linears in sparse form.
         table = torch.zeros(layers.count, 4, dtype=torch.int64)
         for index, tensors in parts.items():
-            # The cut of a single layer knows it as layer 0.
-            which = everyone or cut({0: tensors}, round((1 - wanted) * sizes[index]), 1, Alone())
-            keeps = which.keep(index if everyone else 0, tensors)
-            table[index, 0] = sum(len(x) for x in keeps)
+            if everyone is None:  # the cut of a single layer knows it as layer 0
+                keep = round((1 - wanted) * sizes[index])
+                keeps = cut({0: tensors}, keep, 1, lambda counts, _: counts).keep(0, tensors)
+            else:
+                keeps = everyone.keep(index, tensors)
             if not all(bool(kept.all()) for kept in keeps):
                 self._prune(index, layers, keeps)
-            now = [linear for _, linear in linears(layers.modules[index])]
-            table[index, 1] = sum(len(survivors(x)) for x in now)
-            table[index, 2:] = torch.tensor(
-                [len(now), sum(isinstance(x, SparseLinear) for x in now)]
-            )
-        layers.collective.sum(table, "all layers to be pruned")
+            now = [linear for _, linear in linears(modules[index])]
+            sparse = sum(isinstance(x, SparseLinear) for x in now)
+            counts = sum(map(len, keeps)), sum(len(survivors(x)) for x in now), len(now), sparse
+            table[index] = torch.tensor(counts)
+        total(table, "all layers to be pruned")
         before, after, count, sparse = table.sum(0).tolist()
         self._sparsity = wanted
         if before == after:
@@ -256,8 +252,8 @@ class PruningCase(Dynamism):
         moments = dict(layers.moments(index))
         for (name, linear), keep in zip(list(linears(layers.modules[index])), keeps, strict=True):
             sparse = 1 - int(keep.sum()) / dense_size(linear) >= self._threshold(linear)
-            prefix = f"{name}.weight/" if name else "weight/"
-            own = {key: moments.pop(key) for key in [k for k in moments if k.startswith(prefix)]}
+            prefix = f"{weight_name(name)}/"
+            own = {key: moment for key, moment in moments.items() if key.startswith(prefix)}
             moments |= prune(linear, keep, sparse, own)
         layers.rebuild(index, moments)
 
@@ -272,35 +268,32 @@ class PruningCase(Dynamism):
         for index in targets:
             for _, linear in linears(layers.modules[index]):
                 first.setdefault(_shape(linear), (index, linear))
-        new = [shape for shape in sorted(first) if shape not in self._measured]
-        table = torch.zeros(len(new), dtype=torch.float64)
-        for place, shape in enumerate(new):
-            index, linear = first[shape]
-            if index in layers.own:
-                table[place] = known_crossover(linear, self._tokens)
+        new = sorted(first.keys() - self._measured.keys())
         if new:
+            table = torch.zeros(len(new), dtype=torch.float64)
+            for place, (index, linear) in enumerate(first[shape] for shape in new):
+                if index in layers.own:
+                    table[place] = known_crossover(linear, self._tokens)
             layers.collective.sum(table, "the sparse kernels to be measured")
-        self._measured |= dict(zip(new, table.tolist(), strict=True))
+            self._measured |= dict(zip(new, table.tolist(), strict=True))
         return "; sparse pays from " + ", ".join(
             f"{x:.3f} at {shape}" for shape, x in self._measured.items()
         )
 
     def forecast(self, step: int) -> Sequence[Forecast]:
         """Forecasts as if all layers lose alike, and linears take all of a layer's time."""
-        out, now, targets = list[Forecast](), self._sparsity, self._targets or ()
+        out, now = list[Forecast](), self._sparsity
         for at in self._schedule.steps:
             then = self._schedule.sparsity(at)
             if at > step and then > now:
                 factor = self._time(then) / self._time(now)
-                out.append(Forecast(at, targets, factor, factor, factor))
+                out.append(Forecast(at, self._targets, factor, factor, factor))
         return out
 
     def _time(self, sparsity: float) -> float:
-        threshold = (
-            self._dense_below
-            if self._dense_below is not None
-            else min(self._measured.values(), default=1.0)
-        )
+        threshold = self._dense_below
+        if threshold is None:
+            threshold = min(self._measured.values(), default=1.0)
         return 1.0 if sparsity < threshold else 1 - sparsity
 
     def state(self) -> dict[str, Any]:
@@ -315,22 +308,12 @@ def _shape(linear: nn.Linear) -> str:
     return f"{linear.out_features}x{linear.in_features}"
 
 
-def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
-    layers = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
-    if not layers:
-        raise ConfigError(
-            "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; "
-            "leave the case out"
-        )
-    return layers
-
-
 def make(options: Pruning, run: RunFacts) -> Dynamism:
     start, end, every = options.steps_of(run.steps)
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
     known = options.dense_below if isinstance(options.dense_below, dict) else {}
     dense_below = options.dense_below if isinstance(options.dense_below, float) else None
     if options.dense_below == "auto" and not run.on_cuda:
-        dense_below = DENSE_BELOW_ON_CPU
+        dense_below = _DENSE_BELOW_ON_CPU
     tokens = _USUAL_TOKENS if run.tokens is None else run.tokens
     return PruningCase(schedule, options.criterion, dense_below, tokens, known)

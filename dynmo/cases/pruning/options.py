@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from dynmo.extend import BelowOne, CaseOptions, Count, RunFacts, Share, Whole, written
 
@@ -43,6 +44,15 @@ class Pruning(CaseOptions):
             end = min(steps - 1, max(start, 7 * steps // 10)) if self.end is None else self.end
         return start, end, max(1, (end - start) // 4) if self.every is None else self.every
 
+    def measured(self, before: Pruning) -> dict[str, Any]:
+        keeps = self.dense_below in ("auto", "measured") and isinstance(before.dense_below, dict)
+        return {"dense_below": before.dense_below} if keeps else {}
+
+    @classmethod
+    def compile_ahead(cls) -> None:
+        crossover = import_module(".crossover", __package__)
+        crossover.seconds(crossover.make_pruned(8, 8, 0.5), tokens=4, repeats=1)
+
     def problems(self, run: RunFacts) -> Iterator[str]:
         key = "dynamism.pruning"
         if run.model is not None and run.model.kind == "emulated":
@@ -59,19 +69,14 @@ class Pruning(CaseOptions):
             yield f"{key}: give start and end, or the steps of the run (steps=)"
             return
         start, end, every = self.steps_of(run.steps)
-        late = [
-            (name, step)
-            for name, step in (("start", start), ("end", end))
-            if run.steps is not None and step >= run.steps
-        ]
-        if late:
-            assert run.steps is not None
-            name, step = late[0]
-            yield (
-                f"{key}.{name} = {step}: the run has {run.steps} steps, so it would not prune to "
-                f"the end; use at most {run.steps - 1}"
-            )
-        elif start > end:
+        for name, step in (("start", start), ("end", end)):
+            if run.steps is not None and step >= run.steps:
+                yield (
+                    f"{key}.{name} = {step}: the run has {run.steps} steps, so it would not prune "
+                    f"to the end; use at most {run.steps - 1}"
+                )
+                return
+        if start > end:
             yield f"{key}.start = {start} is after end = {end}; prune from start to end"
         elif every > max(1, end - start):
             yield (

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.cases.pruning.case import Alone, Cubic, PruningCase, cut, masters
+from dynmo.cases.pruning.case import Cubic, PruningCase, cut, masters
+from dynmo.cases.pruning.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.packed_weight import unpacked
-from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Layers
 from dynmo.pipeline.case_context import CaseContext
@@ -26,7 +26,7 @@ from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import contents
 from dynmo.train.setup import model_of
-from tests.cases.kept import Kept, cases_of
+from tests.cases.kept import Alone, Kept, cases_of
 from tests.runtime import alone
 
 # -- when ------------------------------------------------------------------------------------------
@@ -79,11 +79,11 @@ def over_ranks(
     for _ in range(5):
         for which in (0, 1):
             asker = Several(answers[1 - which])
-            cut(sides[which], keep, layers, asker)
+            cut(sides[which], keep, layers, asker.sum)
             answers[which] = asker.asked
     out: dict[int, list[Tensor]] = {}
     for which in (0, 1):
-        masks = cut(sides[which], keep, layers, Several(answers[1 - which]))
+        masks = cut(sides[which], keep, layers, Several(answers[1 - which]).sum)
         out |= {i: masks.keep(i, tensors) for i, tensors in sides[which].items()}
     return out
 
@@ -110,7 +110,7 @@ def test_largest_weights_are_kept(parts: list[list[list[float]]], keep: int, spl
     """Layer and position decide ties, in the same way on one and on two ranks."""
     tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in x] for i, x in enumerate(parts)}
     expected = by_sorting(tensors, keep)
-    masks = cut(tensors, keep, len(parts), Alone())
+    masks = cut(tensors, keep, len(parts), Alone().sum)
     alone = {layer: masks.keep(layer, own) for layer, own in tensors.items()}
     for found in (alone, over_ranks(tensors, split, keep, len(parts))):
         for layer, keeps in found.items():
@@ -120,7 +120,7 @@ def test_largest_weights_are_kept(parts: list[list[list[float]]], keep: int, spl
 def test_search_sends_a_bounded_number_of_bytes() -> None:
     """It does not grow with the number of weights."""
     asker = Several()
-    cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker)
+    cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker.sum)
     assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dynmo.balance.partition import Partition
+from dynmo.cases.pruning.crossover import make_pruned
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.kernels.crossover import make_pruned
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.clock import HostClock, Mark
@@ -235,7 +235,7 @@ def test_links_are_equal_on_all_ranks(pool: Pool) -> None:
 
 def test_weight_bytes_include_buffers() -> None:
     """The indices of a pruned linear take memory."""
-    pruned = make_pruned(64, 64, 0.95, True)
+    pruned = make_pruned(64, 64, 0.95)
     values = sum(p.nbytes for p in pruned.parameters())
     held = sum(b.nbytes for b in pruned.buffers())
     assert held > 0

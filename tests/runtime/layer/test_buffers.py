@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels.crossover import make_pruned
+from dynmo.cases.pruning.crossover import make_pruned
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.layer.buffers import BufferSet, has_same_bits
@@ -84,7 +84,7 @@ def test_recompute_sees_old_buffers_and_keeps_new_ones() -> None:
 
 
 def test_buffers_of_sparse_weights_are_not_copied() -> None:
-    pruned = [make_pruned(4, 4, 0.5, sparse) for sparse in (True, False)]
+    pruned = [make_pruned(4, 4, 0.5, sparse=sparse) for sparse in (True, False)]
     assert all(list(module.buffers()) for module in pruned)
     assert not BufferSet(pruned).copies()
 

@@ -14,24 +14,17 @@ are the same to within rounding, and nothing is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.errors import RunError
-from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
-from dynmo.kernels.packed_weight import PackedWeight, unpacked
-from dynmo.kernels.split import (
-    SplitLinear,
-    WeightTape,
-    accumulate_linear,
-    add_to_gradient,
-    may_split,
-    product,
-    zero_gradient,
-)
+from dynmo import DynmoError
+from dynmo.cases.pruning.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack, wide
+from dynmo.extend import PackedWeight, SplitLinear, WeightTape, accumulate_linear, may_split
 
 
 class _SparseFunction(torch.autograd.Function):
@@ -49,43 +42,44 @@ class _SparseFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        weight, bias, layer, gy = ctx.weight, ctx.bias, ctx.layer, gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, layer = ctx.weight, ctx.bias, ctx.layer
         if torch.is_grad_enabled():
-            raise RunError(
+            raise DynmoError(
                 "a pruned layer's gradient cannot be differentiated again (create_graph); prune "
                 "other layers"
             )
-        rows = pack(gy)
-        gx = None
+        rows, gx, gw = pack(gradients[0]), None, None
         if ctx.needs_input_grad[0]:
             flipped, order = layer.flipped
             gx = unpack(spmm(flipped, weight.detach()[0].index_select(0, order), rows), ctx.shape)
-        if not weight.requires_grad:
-            trains = bias is not None and bias.requires_grad
-            return gx, None, sum_tokens(rows) if trains else None, None
-        (columns,) = ctx.saved_tensors
-        csr, tape = layer.csr, layer.tape
-        if tape is None or not isinstance(weight, nn.Parameter) or not tape.takes(weight):
-            gradient = zero_gradient(weight)
-            sddmm_(csr, rows, columns, gradient[0])
-            return gx, gradient, None if bias is None else sum_tokens(rows), None
-        tape.add(lambda: accumulate_sparse(csr, weight, bias, columns, rows), columns, rows)
-        return gx, None, None, None
+        if weight.requires_grad:
+            (columns,) = ctx.saved_tensors
+            tape = layer.tape if isinstance(weight, nn.Parameter) else None
+            if tape is not None and tape.takes(weight):
+                work = partial(_accumulate_sparse, layer.csr, weight, bias, columns, rows)
+                tape.add(work, columns, rows)
+                return gx, None, None, None
+            gw = _zero_gradient(weight)
+            sddmm_(layer.csr, rows, columns, gw[0])
+        return gx, gw, sum_tokens(rows) if ctx.needs_input_grad[2] else None, None
 
 
-def accumulate_sparse(
+def _zero_gradient(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight, dtype=wide(weight.dtype), requires_grad=False)
+
+
+@torch.no_grad()
+def _accumulate_sparse(
     csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor
 ) -> None:
-    """Add gy^T x at the kept positions to weight.grad, and the sum of gy to bias.grad."""
-    with torch.no_grad():
-        if weight.grad is None:
-            weight.grad = zero_gradient(weight)
-        sddmm_(csr, rows, columns, weight.grad[0])
-        if bias is not None and bias.requires_grad:
-            add_to_gradient(bias, sum_tokens(rows))
+    """Adds gy^T x at the kept positions to weight.grad, and the sum of gy to bias.grad."""
+    if weight.grad is None:
+        weight.grad = _zero_gradient(weight)
+    sddmm_(csr, rows, columns, weight.grad[0])
+    if bias is not None and bias.requires_grad:
+        amount = sum_tokens(rows)
+        bias.grad = amount if bias.grad is None else bias.grad.add_(amount)
 
 
 class SparseLinear(PackedWeight, nn.Linear):
@@ -108,7 +102,7 @@ class SparseLinear(PackedWeight, nn.Linear):
         return cast(Tensor, _SparseFunction.apply(input, self.values("weight"), self.bias, self))
 
     def packed_shape(self, name: str) -> tuple[int, ...]:
-        if self.crow.shape != (self.out_features + 1,) or not self.csr.is_valid():
+        if self.csr.shape != (self.out_features, self.in_features) or not self.csr.is_valid():
             raise ValueError(
                 f"{name} is sparse, but not of {self.out_features} x {self.in_features}"
             )
@@ -118,9 +112,9 @@ class SparseLinear(PackedWeight, nn.Linear):
         return dense.reshape(-1)[self.csr.positions()].reshape(1, -1)
 
     def unpack(self, name: str, values: Tensor) -> Tensor:
-        dense = values.new_zeros(self.out_features * self.in_features)
-        dense[self.csr.positions()] = values[0]
-        return dense.view(self.out_features, self.in_features)
+        dense = values.new_zeros(self.out_features, self.in_features)
+        dense.view(-1)[self.csr.positions()] = values[0]
+        return dense
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kept={self.weight.numel()}"
@@ -151,20 +145,16 @@ class _MaskedFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.mask, ctx.tape = weight, bias, layer.kept_mask, layer.tape
-        return product(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        gy, weight, bias, mask = gradients[0], ctx.weight, ctx.bias, ctx.mask
-        gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), gy, weight, bias = ctx.saved_tensors, gradients[0], ctx.weight, ctx.bias
+        gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
         if ctx.tape is None or not ctx.tape.takes(weight):
-            x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
-            return gx, torch.mm(gy2.t(), x2) * mask, None if bias is None else gy2.sum(0), None
-        x = x.detach()
-        ctx.tape.add(lambda: _accumulate_masked(weight, bias, mask, x, gy), x, gy)
+            return gx, torch.mm(gy.t(), x) * ctx.mask, None if bias is None else gy.sum(0), None
+        x = x.detach()  # its graph would keep the layer's inputs until W has run
+        ctx.tape.add(partial(_accumulate_masked, weight, bias, ctx.mask, x, gy), x, gy)
         return gx, None, None, None
 
 
@@ -198,7 +188,10 @@ class MaskedLinear(PackedWeight, SplitLinear):
             return functional.linear(input, weight, self.bias)
         if not may_split(self, input.device):
             return functional.linear(input, weight * self.kept_mask, self.bias)
-        return cast(Tensor, _MaskedFunction.apply(input, weight, self.bias, self))
+        *sizes, features = input.shape
+        rows = input.reshape(prod(sizes), features)
+        y = cast(Tensor, _MaskedFunction.apply(rows, weight, self.bias, self))
+        return y.view(*sizes, self.out_features)
 
 
 # -- pruning ---------------------------------------------------------------------------------------
@@ -210,10 +203,14 @@ _PRUNABLE = (nn.Linear, SplitLinear, MaskedLinear, SparseLinear)
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """List the linears of a module that can be pruned, on the meta device too."""
+    """Lists the linears of a module that can be pruned, on the meta device too."""
     for name, child in module.named_modules():
         if type(child) in _PRUNABLE and "weight" in child._parameters:
             yield name, cast(nn.Linear, child)
+
+
+def weight_name(linear: str) -> str:
+    return f"{linear}.weight" if linear else "weight"
 
 
 def dense_size(linear: nn.Linear) -> int:
@@ -221,25 +218,17 @@ def dense_size(linear: nn.Linear) -> int:
 
 
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """Return the weights that are not pruned, or their float32 masters, [kept]."""
+    """Returns the weights that are not pruned, or their float32 masters, [kept]."""
     weight = linear.weight.detach() if master is None else master
     if isinstance(linear, SparseLinear):
         return weight[0]
     return weight[linear.kept_mask] if isinstance(linear, MaskedLinear) else weight.reshape(-1)
 
 
-def _positions(linear: nn.Linear) -> Tensor:
-    if isinstance(linear, SparseLinear):
-        return linear.csr.positions()
-    if isinstance(linear, MaskedLinear):
-        return linear.kept_mask.reshape(-1).nonzero()[:, 0]
-    return torch.arange(dense_size(linear), device=linear.weight.device)
-
-
 def prune(
     linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Drop survivors for good, with their gradients and moments.
+    """Drops survivors for good, with their gradients and moments.
 
     Args:
         linear: The linear. Its class and its weight are replaced.
@@ -250,22 +239,22 @@ def prune(
     Returns:
         The rest of the moments.
     """
-    weight = linear.weight
-    # Gradients go. Tensors of another shape are step counts and the like.
+    weight, unpack = linear.weight, getattr(linear, "unpack", lambda _, dense: dense)
+    kept = unpack("weight", torch.ones_like(weight, dtype=torch.bool, requires_grad=False))
+    if isinstance(linear, MaskedLinear):
+        kept = linear.kept_mask.clone()
+    kept[kept.clone()] = keep
     dense = {
-        name: unpacked(linear, "weight", t)
-        for name, t in {"": weight.detach(), **moments}.items()
-        if t.shape == weight.shape
+        name: unpack("weight", tensor)
+        for name, tensor in {"": weight.detach(), **moments}.items()
+        if tensor.shape == weight.shape
     }
-    positions = _positions(linear)[keep]
     if sparse or isinstance(linear, SparseLinear):
-        csr = Csr.at(positions, (linear.out_features, linear.in_features))
+        csr = Csr.of(kept)
         SparseLinear.take_form(linear, {"crow": csr.crow, "col": csr.col})
     else:
-        mask = torch.zeros(dense_size(linear), dtype=torch.bool, device=weight.device)
-        mask[positions] = True
-        MaskedLinear.take_form(linear, {"kept_mask": mask.view(weight.shape)})
-    pruned = cast(PackedWeight, linear)
-    left = moments | {name: pruned.pack("weight", t) for name, t in dense.items()}
+        MaskedLinear.take_form(linear, {"kept_mask": kept})
+    form = cast(PackedWeight, linear)
+    left = moments | {name: form.pack("weight", tensor) for name, tensor in dense.items()}
     linear.weight = nn.Parameter(left.pop(""), requires_grad=weight.requires_grad)
     return left

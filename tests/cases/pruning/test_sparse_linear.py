@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.kernels import crossover
-from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
-from dynmo.kernels.deferral import install
-from dynmo.kernels.packed_weight import conform, dense_parameters, unpacked
-from dynmo.kernels.sparse_linear import (
+from dynmo.cases.pruning import crossover
+from dynmo.cases.pruning.crossover import make_pruned, measure_crossover, seconds
+from dynmo.cases.pruning.sparse_linear import (
     MaskedLinear,
     SparseLinear,
     linears,
     prune,
     survivors,
 )
+from dynmo.kernels.deferral import install
+from dynmo.kernels.packed_weight import conform, dense_parameters, unpacked
 from dynmo.kernels.split import SplitLinear
 from tests.kernels.test_split import gradients, run, split
 
@@ -173,7 +173,7 @@ def test_pruned_weights_stay_zero_under_adamw() -> None:
 
 
 def test_memory_falls_with_the_weights() -> None:
-    linear = make_pruned(256, 256, 0.9, True)
+    linear = make_pruned(256, 256, 0.9)
     assert isinstance(linear, SparseLinear)
     held = (linear.weight, linear.crow, linear.col)
     assert sum(t.nbytes for t in held) < 0.25 * 256 * 256 * 4
@@ -230,7 +230,7 @@ def test_conform_adopts_the_form_of_received_layers() -> None:
 
 @pytest.mark.parametrize("damage", ["rows", "columns", "order", "count"])
 def test_conform_refuses_damaged_weights(damage: str) -> None:
-    linear = make_pruned(4, 5, 0.5, True)
+    linear = make_pruned(4, 5, 0.5)
     crow, col = (t.clone() for t in linear.buffers())
     if damage == "rows":
         crow = torch.cat((crow, crow[-1:]))
@@ -248,7 +248,7 @@ def test_conform_refuses_damaged_weights(damage: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
     """F and B are computed in float32 and rounded once."""
-    low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
+    low, wide = (make_pruned(48, 40, 0.8, dtype=kind) for kind in (dtype, torch.float32))
     for each in (low, wide):
         each.bias = nn.Parameter(torch.zeros(48, dtype=each.weight.dtype))
     wide.weight.data = low.weight.data.float()
@@ -272,19 +272,17 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
 def test_crossover_is_the_break_even_sparsity(monkeypatch: pytest.MonkeyPatch) -> None:
     """The times are made up, and then measured."""
 
-    def given_times(linear: nn.Linear, tokens: int) -> tuple[float, float, float]:
+    def given_times(linear: nn.Linear, tokens: int) -> float:
         dense = linear.out_features * linear.in_features
-        share = 3 * linear.weight.numel() / dense if isinstance(linear, SparseLinear) else 1.0
-        return share, share, share
+        return 3 * linear.weight.numel() / dense if isinstance(linear, SparseLinear) else 1.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(crossover, "time_linear", given_times)
+        patch.setattr(crossover, "seconds", given_times)
         assert measure_crossover(64, 64, 8) == pytest.approx(2 / 3, abs=1 / 64)
     assert 0 < measure_crossover(32, 32, 16) <= 1
 
 
 def test_timing_leaves_the_layer_unchanged() -> None:
-    linear: Any = make_pruned(8, 8, 0.5, True)
-    assert all(t > 0 for t in time_linear(linear, 4))
-    assert linear.tape is None
+    linear = make_pruned(8, 8, 0.5)
+    assert seconds(linear, 4) > 0
     assert linear.weight.grad is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dynmo.kernels.crossover import known_crossover
+from dynmo.cases.pruning.crossover import known_crossover
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
         return len(asked) / 10
 
     monkeypatch.setenv("DYNMO_CACHE", str(tmp_path))
-    monkeypatch.setattr("dynmo.kernels.crossover.measure_crossover", crossover)
+    monkeypatch.setattr("dynmo.cases.pruning.crossover.measure_crossover", crossover)
     return asked
 
 
