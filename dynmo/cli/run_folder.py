@@ -210,13 +210,14 @@ def _set_aside(folder: Path, overwrite: bool) -> Path:
 
 def _with_recorded(config: Config, before: str) -> Config:
     """Keeps options that the run's cases have measured by themselves."""
+    from dynmo.cases import CASES
     from dynmo.config import parse, with_options
 
     # The run's own copy may be edited by hand.
     with contextlib.suppress(ValueError):
         then = parse(parse_toml(before)).dynamism
-        for name, options in config.dynamism.named.items():
-            kept = options.measured(getattr(then, name))
+        for name in CASES:
+            kept = getattr(config.dynamism, name).measured(getattr(then, name))
             config = with_options(config, ("dynamism", name), kept) if kept else config
     return config
 
