@@ -32,9 +32,10 @@ from torch import nn
 from benchmarks.harness import alternate, bound_of, elapsed, medians
 from benchmarks.output import main
 from benchmarks.savings_pruning import half
+from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.freezing.egeria import plasticity, quantised, relations
 from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
@@ -122,12 +123,11 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
         Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0)
         for which in (0, 1)
     ]
-    outputs = OutputCache(1 << 40, clock)
+    outputs = OutputCache(1 << 40)
 
-    def seconds(key: int | None) -> float:
-        outputs.begin(None if key is None else [key], training=True)
+    def seconds(samples: int | None) -> float:
         start = time.perf_counter()
-        outputs.forward(block, 0, (x,), 0)
+        outputs.run(FrozenPrefix(block, 0, (x,), 0, training=True), samples)
         return time.perf_counter() - start
 
     turns = count()
@@ -141,7 +141,8 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
         warmup=1,
     )
     summary = medians(times)
-    size = sum(y.nbytes for y in outputs.forward(block, 0, (x,), 0))
+    kept = outputs.run(FrozenPrefix(block, 0, (x,), 0, training=True), 0)
+    size = sum(y.nbytes for y in kept)
     return {
         "layers": len(block),
         "seconds": summary,

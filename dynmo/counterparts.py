@@ -125,6 +125,12 @@ dataloader_num_workers dataset_num_proc | dynmo data --workers | | a thread read
   --out tokenises ahead
 """
 
+# Keywords of an earlier version, and what to do instead.
+_FORMER = {
+    "keys": "use samples=, which has the samples of each microbatch, such as their numbers",
+    "w_granularity": "leave it out: each W runs where the schedule has it",
+}
+
 COUNTERPARTS = tuple(
     Counterpart(*map(str.strip, row.split("|")))
     for row in _TABLE.strip().replace("\n  ", " ").splitlines()
@@ -147,7 +153,9 @@ def names_checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
-            advice = None if name in known else counterpart(name, python=True)
+            if name in known:
+                continue
+            advice = _FORMER.get(name) or counterpart(name, python=True)
             if advice is not None:
                 raise ConfigError(f"{of} has no {name}; {advice}")
         return function(*args, **kwargs)

@@ -422,9 +422,7 @@ class EndEvent(Event):
         measure_seconds: Part of `seconds` to condense and gather the layers' costs, moves or not.
         decide_seconds: Part of `seconds` for the decisions of balancing.
         move_seconds: Part of `seconds` for moves.
-        spared_forwards: F's of single layers that the caches of a frozen prefix spared, on all
-            ranks.
-        cached_bytes: Bytes of these caches at the end, on all ranks.
+        spared_forwards: F's of single frozen layers that a case has skipped, on all ranks.
         buffers_digest: See `LayerStates.buffers_digest`. None in older logs.
         gpu_seconds_returned: GPU seconds of the ranks that the run did without.
         load: Load average of rank 0's machine over the last minute. None in older logs.
@@ -440,7 +438,6 @@ class EndEvent(Event):
     decide_seconds: float = 0.0
     move_seconds: float = 0.0
     spared_forwards: int = 0
-    cached_bytes: int = 0
     buffers_digest: str | None = None
     gpu_seconds_returned: float = 0.0
     load: float | None = None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dynmo.errors import ConfigError as ConfigError
     from dynmo.jit import jit as jit
     from dynmo.kernels.packed_weight import PackedWeight as PackedWeight
+    from dynmo.kernels.seeds import seed_forward as seed_forward
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
     from dynmo.kernels.split import accumulate_linear as accumulate_linear
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dynmo.options import written as written
     from dynmo.pipeline.case_options import CaseOptions as CaseOptions
     from dynmo.pipeline.case_options import RunFacts as RunFacts
+    from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
     "BelowOne": "dynmo.options",
@@ -36,6 +38,7 @@ _HOMES = {
     "CaseOptions": "dynmo.pipeline.case_options",
     "ConfigError": "dynmo.errors",
     "Count": "dynmo.options",
+    "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
     "Lax": "dynmo.options",
     "Listed": "dynmo.options",
     "NonNegative": "dynmo.options",
@@ -49,6 +52,7 @@ _HOMES = {
     "check_ascending": "dynmo.options",
     "jit": "dynmo.jit",
     "may_split": "dynmo.kernels.split",
+    "seed_forward": "dynmo.kernels.seeds",
     "written": "dynmo.options",
 }
 
@@ -58,6 +62,7 @@ __all__ = [
     "CaseOptions",
     "ConfigError",
     "Count",
+    "FrozenPrefix",
     "Lax",
     "Listed",
     "NonNegative",
@@ -71,6 +76,7 @@ __all__ = [
     "check_ascending",
     "jit",
     "may_split",
+    "seed_forward",
     "written",
 ]
 

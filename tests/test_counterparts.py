@@ -70,5 +70,12 @@ def test_an_unknown_argument_gets_the_advice() -> None:
         dynmo.huggingface.generate(max_length=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"learning_rate = 1: .*; use AdamW\(lr=\)"):
         dynmo.AdamW(learning_rate=1)  # type: ignore[call-arg]
+    former: Any = {"w_granularity": "whole"}
+    with pytest.raises(ConfigError, match=r"^Pipeline has no w_granularity; leave it out"):
+        dynmo.Pipeline(None, None, **former)  # type: ignore[arg-type]
+    for method in (dynmo.Pipeline.step, dynmo.Pipeline.advance, dynmo.Pipeline.evaluate):
+        says = rf"^{method.__qualname__} has no keys; use samples="
+        with pytest.raises(ConfigError, match=says):
+            method(None, keys=[1])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unheard"):
         dynmo.Pipeline(None, None, unheard=1)  # type: ignore

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from dynmo.balance.meshes import nearest_divisors
-from dynmo.cases.freezing import Freezing
 from dynmo.config.sections import Config
 from dynmo.pipeline.option_checks import problems
 
@@ -110,29 +109,6 @@ def _cases(config: Config) -> Iterator[str]:
         yield from options.problems(facts)
 
 
-def _output_cache(config: Config) -> Iterator[str]:
-    """Checks that some microbatch comes again."""
-    freezing, train = config.dynamism.named.get("freezing"), config.train
-    if not isinstance(freezing, Freezing) or not freezing.cache_bytes:
-        return
-    # With these settings no microbatch comes again at any length of the data. In other cases the
-    # length decides, which `DataLoader` knows.
-    if (
-        train.eval_every
-        and train.epochs is None
-        and train.steps // train.eval_every < 2
-        and config.data.shuffle == "windows"
-        and train.micro_batch > 1
-    ):
-        evaluations = "one evaluation" if train.steps >= train.eval_every else "no evaluation"
-        yield (
-            f"dynamism.freezing.cache_bytes = {freezing.cache_bytes}: train.eval_every = "
-            f"{train.eval_every} gives {evaluations} in {train.steps} steps, and no microbatch "
-            "comes again, so nothing would be cached; evaluate at least twice, or use "
-            'data.shuffle = "batches" for more than an epoch'
-        )
-
-
 _RULES: tuple[Rule, ...] = (
     _model,
     _loss,
@@ -141,5 +117,4 @@ _RULES: tuple[Rule, ...] = (
     _experts,
     _data,
     _cases,
-    _output_cache,
 )

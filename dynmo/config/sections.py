@@ -6,6 +6,7 @@ Every key has a default, so that an empty file is a valid small run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import tomli_w
@@ -329,7 +330,18 @@ class Config(Options):
 
     def facts(self, layers: int | None, on_cuda: bool) -> RunFacts:
         """Returns what dynamic cases may know of the run."""
-        return self.options.facts(layers, self.model, on_cuda)
+        facts = self.options.facts(layers, self.model, on_cuda)
+        return replace(facts, comes_again=self._comes_again)
+
+    @property
+    def _comes_again(self) -> bool | None:
+        """Whether some microbatch comes again. None: the length of the data decides."""
+        train, data = self.train, self.data
+        if data.has_samples:
+            return False
+        if train.eval_every and train.steps // train.eval_every > 1:
+            return True
+        return False if data.shuffle == "windows" and train.micro_batch > 1 else None
 
     def to_toml(self) -> str:
         """TOML that `load` reads back as the same config. A key that is None is left out."""

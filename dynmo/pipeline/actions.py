@@ -125,7 +125,7 @@ class Actions:
         store, layers = self._pending.final, list(layers)
         self._profiler.forget(layers)
         self.engine.speeds.on_workload_change(layers)
-        store.outputs.forget(layers)
+        store.on_change(layers)
         self._schedule_keeper.elide()
         for index in layers:
             if index in store.layers:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.partition import Partition
-from dynmo.cases.freezing import Freezing
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, NextMesh
 from dynmo.pipeline.case import Dynamism
@@ -42,7 +41,6 @@ def make_engine(
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
     recompute, shapes = _from_shapes(options, model, limit)
-    freezing = next((each for each in options.cases if isinstance(each, Freezing)), None)
     return Engine(
         world,
         model,
@@ -69,7 +67,6 @@ def make_engine(
             seed=options.seed,
             compiles=options.compile,
             head_tokens=options.head_tokens,
-            cache_bytes=0 if freezing is None else int(freezing.cache_bytes),
         ),
         replicas=ReplicaOptions(
             accumulation_groups=options.accumulation_groups,

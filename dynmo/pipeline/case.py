@@ -6,6 +6,7 @@
     before a move      collect(step, layers)  takes what layers have counted, for the log
     evaluations        dense(layers)        switches the case off, to compare
     at any time        forecast(step)       says what it expects to change
+    frozen layers      frozen_prefix(layers)  runs F of the first layers, or skips it
     checkpoints        state(), load()      what every rank knows
 
 Every rank holds the same cases and calls them with the same measurements. So all ranks reach the
@@ -18,16 +19,17 @@ resulting costs only.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError, RunError
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,9 @@ class TokenShares:
     shares: Mapping[str, list[float]]
 
 
+RunFrozen: TypeAlias = Callable[[FrozenPrefix, Hashable | None], tuple[Tensor, ...]]
+
+
 class Dynamism(Protocol):
     """One dynamic case. Inherit from it and write `act`.
 
@@ -189,6 +194,7 @@ class Dynamism(Protocol):
             may change it, too.
         divides_parameters: Whether parts of a parameter leave. The optimizer must then update each
             element by itself.
+        wants_samples: Whether `frozen_prefix` needs the samples of each microbatch.
 
     Example:
         >>> class FreezeEmbedding(Dynamism):
@@ -204,6 +210,7 @@ class Dynamism(Protocol):
     name: str
     announces: bool = False
     divides_parameters: bool = False
+    wants_samples: bool = False
 
     @abstractmethod
     def act(self, step: int, layers: Layers) -> Change | None:
@@ -278,6 +285,30 @@ class Dynamism(Protocol):
             The context. None if there is nothing to compare.
         """
         return None
+
+    def frozen_prefix(self, layers: Sequence[int]) -> RunFrozen | None:
+        """Returns who runs F of the frozen leading layers. None: dynmo does.
+
+        Called after a change of the layers that a rank holds or trains, before the next step. Every
+        rank must return a function, or none.
+
+        Args:
+            layers: Indices of the frozen leading layers on this rank, ascending.
+
+        Returns:
+            A function that takes a `FrozenPrefix` and its samples, and returns the outputs of its
+            last layer. The samples are what the loop gave for the microbatch: `step(samples=...)`.
+            None says that it does not come again. If several cases return a function, that of the
+            first one counts.
+        """
+        return None
+
+    def changed(self, layers: Collection[int]) -> None:
+        """Takes note that layers have another output now, for another reason than training.
+
+        A case, a load or a mode has changed them. All ranks call it.
+        """
+        return
 
     def state(self) -> dict[str, Any]:
         """Returns the case's own state for checkpoints.

@@ -19,6 +19,7 @@ class RunFacts:
         expert: Replicas that share one set of experts.
         on_cuda: Whether the ranks may compute on CUDA.
         compiles: Whether torch.compile runs parts of the layers.
+        comes_again: Whether some microbatch comes again, in another epoch or evaluation.
     """
 
     layers: int | None = None
@@ -29,6 +30,7 @@ class RunFacts:
     expert: int = 1
     on_cuda: bool = False
     compiles: bool = False
+    comes_again: bool | None = None
     cases: Mapping[str, CaseOptions] = field(default_factory=dict[str, "CaseOptions"])
 
     @property

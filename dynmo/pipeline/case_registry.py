@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,9 +16,8 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
     """Makes the cases of a run: those with options in the order of their turns, then others."""
     named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
     run = replace(run, cases=named)
-    for options in named.values():
-        for problem in options.problems(run):
-            raise ConfigError(problem)
+    for problem in problems_of(run):
+        raise ConfigError(problem)
     own = [each for each in cases if not isinstance(each, CaseOptions)]
     for each in own:
         _check(each, f"cases: {type(each).__name__}")
@@ -34,6 +33,12 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
 def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
     folder = type(options).__module__.rpartition(".")[0]
     return importlib.import_module(f"{folder}.case").make(options, run)
+
+
+def problems_of(run: RunFacts) -> Iterator[str]:
+    """Yields why options of dynmo's cases do not fit a run, a line each."""
+    for options in run.cases.values():
+        yield from options.problems(run)
 
 
 def from_class(path: str) -> Dynamism:
@@ -61,7 +66,7 @@ def from_class(path: str) -> Dynamism:
 
 def _check(case: object, where: str) -> None:
     """Raises ConfigError if an object is no case."""
-    methods = ["act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts"]
+    methods = [name for name, x in vars(Dynamism).items() if callable(x) and name[0] != "_"]
     missing = [name for name in methods if not callable(getattr(case, name, None))]
     missing += [name for name in ("announces", "divides_parameters") if not hasattr(case, name)]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from dynmo.cost.layer_cost import Forecast
-from dynmo.pipeline.case import Change, Dynamism, Signals, TokenShares, checked, named
+from dynmo.errors import InputError
+from dynmo.pipeline.case import (
+    Change,
+    Dynamism,
+    RunFrozen,
+    Signals,
+    TokenShares,
+    checked,
+    named,
+)
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
+from dynmo.runtime.layer.split_backward import Tensors
 
 
 class Cases:
+    """The cases of a pipeline.
+
+    Attributes:
+        skipped: Number of F's of frozen layers that a case has skipped on this rank.
+    """
+
     def __init__(self, cases: Sequence[Dynamism], engine: Engine) -> None:
         self.all, self._model = cases, engine.model
         # Layers that may take another time for each batch.
         self._varies = any(getattr(x, "varying_time", False) for x in engine.store.modules)
         self._context = CaseContext(engine)
+        self._samples: Sequence[Hashable] | None = None
+        self.skipped = 0
+        engine.programs.frozen_prefix = self._frozen_prefix
+        engine.store.on_change = self._changed
         for case in cases:
             case.check(engine.store.modules)
 
@@ -52,6 +74,36 @@ class Cases:
             dense = case.dense(self._context)
             if dense is not None:
                 yield dense
+
+    @contextmanager
+    def samples_of(self, samples: Sequence[Hashable] | None, microbatches: int) -> Generator[None]:
+        """Tells the samples of each microbatch that runs within the context."""
+        if samples is not None and len(samples) != microbatches:
+            raise InputError(
+                f"samples has {len(samples)} entries, but the batch has {microbatches} "
+                "microbatches; give one for each, on every rank"
+            )
+        self._samples = samples
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def _frozen_prefix(self, layers: Sequence[int]) -> PrefixRunner | None:
+        runners = [(case, case.frozen_prefix(layers)) for case in self.all]
+        found = next(((case, run) for case, run in runners if run is not None), None)
+        return None if found is None else partial(self._run_frozen, *found)
+
+    def _run_frozen(self, case: Dynamism, run: RunFrozen, prefix: FrozenPrefix) -> Tensors:
+        samples = None if self._samples is None else self._samples[prefix.microbatch]
+        outputs = run(prefix, samples)
+        self.skipped += prefix.skipped
+        return outputs
+
+    def _changed(self, layers: Iterable[int]) -> None:
+        changed = tuple(layers)
+        for case in self.all:
+            case.changed(changed)
 
     def forecasts(self, step: int) -> list[Sequence[Forecast]]:
         return [case.forecast(step) for case in self.all]

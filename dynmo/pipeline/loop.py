@@ -32,7 +32,6 @@ from dynmo.pipeline.step_result import StepResult
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
-from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
 
 if TYPE_CHECKING:
@@ -256,7 +255,6 @@ class Loop:
         self,
         cut: Callable[[], tuple[Cut, Cut, Tensor | float]],
         rates: Sequence[Mapping[str, Any]],
-        keys: Keys | None,
         stop: bool,
     ) -> tuple[StepResult, ...]:
         """Trains on the microbatches of one step. `cut` makes them, with their model FLOPs."""
@@ -288,7 +286,6 @@ class Loop:
                 lr=rates,
                 max_norm=self.options.max_grad_norm,
                 flag=flag,
-                keys=keys,
                 work=work,
             )
         self._started[step] = started

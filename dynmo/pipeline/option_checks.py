@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 
 from dynmo.balance.meshes import accumulation_problem, divisors
-from dynmo.cases.freezing import Freezing
 from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
 from dynmo.options import LARGEST
@@ -268,15 +267,3 @@ def _expert_parallelism(options: PipelineOptions, model: ModelOptions | None) ->
             f"{key}: slices of one GPU cannot send rows to other replicas; leave out "
             "parallel.slices"
         )
-    freezing = next((x for x in options.cases if isinstance(x, Freezing)), None)
-    if isinstance(freezing, Freezing):
-        if freezing.policy == "egeria":
-            yield (
-                f'{key}: dynamism.freezing.policy = "egeria" runs layers of one replica '
-                'alone; use "autofreeze" or a schedule'
-            )
-        if freezing.cache_bytes:
-            yield (
-                f"{key}: a replica that finds an output in its cache sends no rows; use "
-                "dynamism.freezing.cache_bytes = 0"
-            )

@@ -351,5 +351,5 @@ class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
             self.expert,
             on_cuda,
             self.compile,
-            {case.name: case for case in self.cases},
+            cases={case.name: case for case in self.cases},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,6 @@ from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.setup_lines import said_while
-from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.optim.parameter_groups import GroupRule, Make, ParameterGroups
 from dynmo.runtime.state.digest import buffers_digest
@@ -99,8 +98,7 @@ class Account:
         measure_seconds: Seconds that measuring took on this rank.
         decide_seconds: Seconds that decisions took on this rank.
         move_seconds: Seconds that moves took on this rank.
-        spared_forwards: F's of layers that the caches of outputs spared on all ranks.
-        cached_bytes: Bytes that these caches hold.
+        spared_forwards: F's of single frozen layers that a case has skipped, on all ranks.
         gpu_seconds_returned: GPU-seconds of ranks that the run did without.
     """
 
@@ -108,7 +106,6 @@ class Account:
     decide_seconds: float
     move_seconds: float
     spared_forwards: int
-    cached_bytes: int
     gpu_seconds_returned: float
 
 
@@ -429,12 +426,13 @@ class Pipeline:
 
     # -- training ----------------------------------------------------------------------------------
 
+    @names_checked
     def step(
         self,
         inputs: Batch | None = None,
         targets: Tensor | list[Tensor] | None = None,
         *,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         stop: bool = False,
         adapt: bool = True,
     ) -> StepResult:
@@ -452,9 +450,9 @@ class Pipeline:
             targets: Targets of the loss, [batch, ...] or a list, if `inputs` has none. Only the
                 rank of the last stage needs them. All ranks of a replica that pass a batch pass the
                 same one.
-            keys: Key of each microbatch, on every rank, for `dynmo.Freezing(cache_bytes=...)`. Two
-                keys are equal only if the inputs are, such as the numbers of the samples. None if
-                no microbatch comes again.
+            samples: The samples of each microbatch on every rank, such as their numbers, for
+                `dynmo.Freezing(cache_bytes=...)`. Two microbatches of equal samples have equal
+                inputs. None if no microbatch comes again.
             stop: Whether this rank wants to stop. Every rank sees it in `StepResult.stop`.
             adapt: Whether cases, balancer and mesh may change something before the step.
 
@@ -472,7 +470,7 @@ class Pipeline:
             RunError: The loss or a gradient is not finite, or this process is no rank of the
                 training (`left`).
         """
-        results = self.advance(inputs, targets, keys=keys, stop=stop, adapt=adapt)
+        results = self.advance(inputs, targets, samples=samples, stop=stop, adapt=adapt)
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
@@ -480,13 +478,14 @@ class Pipeline:
             )
         return (results + self.drain())[-1]
 
+    @names_checked
     @in_own_modes
     def advance(
         self,
         inputs: Batch | None = None,
         targets: Tensor | list[Tensor] | None = None,
         *,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         stop: bool = False,
         adapt: bool = True,
     ) -> tuple[StepResult, ...]:
@@ -498,7 +497,7 @@ class Pipeline:
         Args:
             inputs: This replica's batch, like that of `step`.
             targets: Targets of the loss, like those of `step`.
-            keys: Key of each microbatch, like those of `step`.
+            samples: The samples of each microbatch, like those of `step`.
             stop: Whether this rank wants to stop.
             adapt: Whether something may change before the step.
 
@@ -518,8 +517,11 @@ class Pipeline:
         def cut() -> tuple[Cut, Cut, Tensor | float]:
             return *self._cut(inputs, targets), self._model_flops.of(inputs)
 
-        with said_while(self._world.rank, "is in its first step", not self._loop.is_set_up):
-            results = self._loop.advance(cut, self._rates(), keys, stop)
+        with (
+            said_while(self._world.rank, "is in its first step", not self._loop.is_set_up),
+            self._loop.cases.samples_of(samples, self.microbatches),
+        ):
+            results = self._loop.advance(cut, self._rates(), stop)
         self._optimizer.step()
         return before + results
 
@@ -567,7 +569,7 @@ class Pipeline:
         outputs: Literal[False] = False,
         microbatches: int | None = None,
         shared: bool = False,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         metrics: None = None,
     ) -> float: ...
 
@@ -581,7 +583,7 @@ class Pipeline:
         outputs: Literal[True],
         microbatches: int | None = None,
         shared: bool = False,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         metrics: None = None,
     ) -> tuple[float, Tensor | tuple[Tensor, ...] | None]: ...
 
@@ -595,10 +597,11 @@ class Pipeline:
         outputs: Literal[False] = False,
         microbatches: int | None = None,
         shared: bool = False,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         metrics: Metrics,
     ) -> tuple[float, dict[str, float]]: ...
 
+    @names_checked
     @in_own_modes
     def evaluate(
         self,
@@ -609,7 +612,7 @@ class Pipeline:
         outputs: bool = False,
         microbatches: int | None = None,
         shared: bool = False,
-        keys: Keys | None = None,
+        samples: Sequence[Hashable] | None = None,
         metrics: Metrics | None = None,
     ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | dict[str, float] | None]:
         """Computes the mean loss of one batch without training.
@@ -622,7 +625,7 @@ class Pipeline:
                 ranks, and the loss is NaN.
             microbatches: Number of microbatches of the batch. The default is that of a step.
             shared: Whether all replicas pass the same batch. The first one's loss then counts.
-            keys: Key of each microbatch, like those of `step`.
+            samples: The samples of each microbatch, like those of `step`.
             metrics: Takes outputs and targets of a microbatch, and returns sums by name, such as
                 {"correct": 17, "tokens": 32}. The rank of the last stage calls it.
 
@@ -654,11 +657,12 @@ class Pipeline:
         with ExitStack() as off:
             for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
+            # Outputs that were kept are those of an evaluation that is not dense.
+            off.enter_context(self._loop.cases.samples_of(None if dense else samples, count))
             loss = self._engine.evaluate(
                 cut_inputs,
                 cut_targets,
                 count,
-                keys,
                 shares=not shared,
                 outputs=collected,
                 observe=sums,
@@ -809,9 +813,9 @@ class Pipeline:
         return ReplicaSampler(dataset, batch, place, shuffle=shuffle, seed=seed)
 
     @property
-    def caches(self) -> bool:
-        """Whether outputs of frozen layers are kept, so that microbatches need keys."""
-        return self._engine.store.outputs.limit > 0
+    def wants_samples(self) -> bool:
+        """Whether a case asks for the samples of each microbatch (`step(samples=...)`)."""
+        return any(case.wants_samples for case in self._cases)
 
     @property
     def partition(self) -> Partition:
@@ -1065,18 +1069,13 @@ class Pipeline:
     def account(self) -> Account:
         """Returns what changes have cost and saved so far. All ranks call it together."""
         engine, elastic = self._engine, self._loop.elastic
-        overhead, outputs = self._loop.rebalancer.overhead, engine.store.outputs
-        spared, cached = 0, 0
-        if self.caches:
-            table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
-            everyone = engine.store.world.everyone
-            spared, cached = everyone.sum(table, "what the caches hold").tolist()
+        overhead, everyone = self._loop.rebalancer.overhead, engine.store.world.everyone
+        skipped = torch.tensor(self._loop.cases.skipped)
         return Account(
             engine.profiler.spent + overhead.measure,
             overhead.decide,
             overhead.move,
-            spared,
-            cached,
+            int(everyone.sum(skipped, "what cases have skipped")),
             0.0 if elastic is None else elastic.gpu_seconds_returned,
         )
 

@@ -78,7 +78,7 @@ class WholeModel:
             if index in layer_store.layers:
                 self._replace(index, arrived)
         layer_store.tied.publish(())
-        layer_store.outputs.forget(layers)
+        layer_store.on_change(layers)
 
     def _own_state(self, index: int, exact: bool) -> dict[str, Tensor] | None:
         """Returns a layer's state on the rank that gives it, and None on the others."""

@@ -1,4 +1,4 @@
-"""Reads the batches of a rank, and makes the keys that identify microbatches.
+"""Reads the batches of a rank, with the numbers of their samples.
 
 A rank reads batches only if its stages need them.
 """
@@ -6,19 +6,20 @@ A rank reads batches only if its stages need them.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynmo import Pipeline
-from dynmo.cases.freezing import Freezing
 from dynmo.config import Config
 from dynmo.data.batches import Batches, windows_in
 from dynmo.data.corpus import Corpus
 from dynmo.data.order import Order, held_out_of, held_out_text
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
+from dynmo.pipeline.case_registry import problems_of
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.comm.world import World
 from dynmo.train.text import check_tokens, open_text
@@ -31,12 +32,13 @@ class Batch(NamedTuple):
         inputs: int64 [microbatches x micro_batch, sequence]. None on ranks with neither the first
             nor the last layer.
         targets: Like the inputs.
-        keys: Keys for the cache of a frozen prefix's outputs. None if nothing is cached.
+        samples: The numbers of each microbatch's windows. None if no case asks for them, or no
+            microbatch comes again.
     """
 
     inputs: Tensor | None
     targets: Tensor | None
-    keys: list[tuple[int, ...]] | None
+    samples: list[tuple[int, ...]] | None
 
 
 def _digest(corpus: Corpus) -> bytes:
@@ -80,18 +82,14 @@ class DataLoader:
         self.evaluates_on = held_out_text(
             sources[-1], own or held_out_of(windows, data.held_out_share), "sequences"
         )
-        self._order = Order(windows, *order, data.held_out_share, own) if pipeline.caches else None
+        self._order = (
+            Order(windows, *order, data.held_out_share, own) if pipeline.wants_samples else None
+        )
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
-            freezing = config.dynamism.named["freezing"]
-            assert isinstance(freezing, Freezing)
-            raise ConfigError(
-                f"dynamism.freezing.cache_bytes = {freezing.cache_bytes}: no "
-                f"microbatch comes again within {train.steps} steps, so nothing would be cached; "
-                "evaluate at least twice (train.eval_every), or train for more than an epoch, "
-                "which has "
-                f'{self._order.windows} sequences, with data.shuffle = "batches"'
-            )
+            facts = replace(config.facts(model.layers, on_cuda=False), comes_again=False)
+            for problem in problems_of(facts):
+                raise ConfigError(problem)
 
     def train(self, step: int) -> Batch:
         """Returns this replica's microbatches of a step.
@@ -100,22 +98,22 @@ class DataLoader:
         """
         own, replica = self._pipeline.microbatches, self._pipeline.replica
         part = slice(replica * own, (replica + 1) * own)
-        inputs = targets = keys = None
+        inputs = targets = samples = None
         if self._batches is not None:
             inputs, targets = self._to_device(*(x[part] for x in self._batches.train(step)))
         if self._order is not None and self._order.repeats(self._config.train.steps):
-            keys = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
-        return Batch(inputs, targets, keys)
+            samples = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
+        return Batch(inputs, targets, samples)
 
     def held_out(self, microbatches: int) -> Batch:
         """Returns so many microbatches to evaluate on, the same every time."""
-        inputs = targets = keys = None
+        inputs = targets = samples = None
         if self._batches is not None:
             pairs = [self._batches.held_out(i) for i in range(microbatches)]
             inputs, targets = self._to_device(*(torch.stack(x) for x in zip(*pairs, strict=True)))
         if self._order is not None:
-            keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
-        return Batch(inputs, targets, keys)
+            samples = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
+        return Batch(inputs, targets, samples)
 
     def close(self) -> None:
         """Has nothing to end."""

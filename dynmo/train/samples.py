@@ -25,11 +25,6 @@ def loader_of(config: Config, pipeline: Pipeline, model: Model, state: Mapping[s
     Raises:
         ConfigError: The model cannot be trained on samples, or the first one cannot be encoded.
     """
-    if pipeline.caches:
-        raise ConfigError(
-            "dynamism.freezing.cache_bytes needs windows of text, which come again with the "
-            "same others; leave it out with samples"
-        )
     return Loader(
         pipeline,
         config.data.source,

@@ -223,11 +223,11 @@ class Trainer:
             self._follow_mesh()
             loader = self._loader
             if isinstance(loader, Loader):
-                inputs, targets, keys = next(loader), None, None
+                inputs, targets, samples = next(loader), None, None
             else:
-                inputs, targets, keys = loader.train(pipeline.steps)
+                inputs, targets, samples = loader.train(pipeline.steps)
         stop |= loader.fault is not None
-        interrupted |= self._finish(pipeline.advance(inputs, targets, keys=keys, stop=stop))
+        interrupted |= self._finish(pipeline.advance(inputs, targets, samples=samples, stop=stop))
         step = pipeline.steps
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
         if evaluates or interrupted or step == train.steps or self._is_due(step, interrupted):
@@ -307,7 +307,6 @@ class Trainer:
                 decide_seconds=account.decide_seconds,
                 move_seconds=account.move_seconds,
                 spared_forwards=account.spared_forwards,
-                cached_bytes=account.cached_bytes,
                 buffers_digest=buffers,
                 gpu_seconds_returned=account.gpu_seconds_returned,
                 load=os.getloadavg()[0],
@@ -329,11 +328,11 @@ class Trainer:
 
     def _evaluate(self) -> None:
         train, pipeline = self.config.train, self.pipeline
-        loader, targets, keys = self._loader, None, None
+        loader, targets, samples = self._loader, None, None
         if isinstance(loader, Loader):
             inputs = loader.held_out(train.eval_batches)
         else:
-            inputs, targets, keys = loader.held_out(train.eval_batches)
+            inputs, targets, samples = loader.held_out(train.eval_batches)
         tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
         if isinstance(inputs, list):
             tokens = sum(each["input_ids"].numel() for each in inputs)
@@ -346,7 +345,7 @@ class Trainer:
                 dense=dense,
                 microbatches=train.eval_batches,
                 shared=True,
-                keys=None if dense else keys,  # the cache belongs to the other evaluation
+                samples=samples,
             )
             return loss, tokens / (time.perf_counter() - start)
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynmo.cases.freezing.cache import OutputCache
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
 from tests.gpu.one_rank import trained
@@ -57,10 +58,10 @@ def test_nccl_works_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
 def test_cached_output_returns_unchanged(device: torch.device) -> None:
     """The cached output is stored in host memory."""
     layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
-    cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
-    cache.begin(["a"], training=True)
-    (first,), (kept,) = cache.forward([layer], 0, x, 0), cache.forward([layer], 0, x, 1)
-    assert cache.spared == 1
+    cache, x = OutputCache(1 << 20), (torch.randn(8, 64, device=device),)
+    prefixes = [FrozenPrefix([layer], 0, x, step, training=True) for step in range(2)]
+    (first,), (kept,) = (cache.run(prefix, "a") for prefix in prefixes)
+    assert [prefix.skipped for prefix in prefixes] == [0, 1]
     assert kept.device == first.device
     assert torch.equal(kept, first)
 
@@ -79,13 +80,17 @@ def test_cached_output_does_not_block_the_host() -> None:
     """The output is copied out and back asynchronously, also from another stream."""
     device = torch.device("cuda:0")
     layer = Layer(0, torch.nn.Linear(2048, 2048).to(device), clock_for(device), 0)
-    cache, x = OutputCache(1 << 30, clock_for(device)), (torch.randn(2048, 2048, device=device),)
-    cache.begin(["a", "b"], training=True)
-    cache.forward([layer], 0, x, 0)  # the first of its size looks at shapes
+    cache, x = OutputCache(1 << 30), (torch.randn(2048, 2048, device=device),)
+
+    def run(samples: str, step: int) -> torch.Tensor:
+        (y,) = cache.run(FrozenPrefix([layer], 0, x, step, training=True), samples)
+        return y
+
+    run("a", 0)  # the first of its size looks at shapes
     torch.cuda.set_sync_debug_mode("error")
-    (first,) = cache.forward([layer], 1, x, 0)
+    first = run("b", 0)
     with torch.cuda.stream(torch.cuda.Stream()):
-        (kept,) = cache.forward([layer], 1, x, 1)
+        kept = run("b", 1)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.equal(kept, first)

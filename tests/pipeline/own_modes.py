@@ -91,7 +91,7 @@ def cached(world: dynmo.World, cache: str) -> list[float]:
     for step in range(4):
         if step == 2 and 0 in pipeline.modules:
             pipeline.modules[0].eval()
-        losses.append(pipeline.step(*batch(0), keys=list(range(MICROBATCHES))).loss)
+        losses.append(pipeline.step(*batch(0), samples=list(range(MICROBATCHES))).loss)
     return losses
 
 

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from dynmo.cases.freezing import Freezing
+from dynmo.cases.freezing.case import make
 from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import CheckpointError
 from dynmo.kernels.packed_weight import unpacked
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.case_options import RunFacts
+from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.layer_options import LayerOptions
@@ -99,13 +103,15 @@ def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dty
 
 
 def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
-    engine = pipeline(gpt(**SMALL).model, layers=LayerOptions(cache_bytes=1 << 20))
+    engine = gpt(**SMALL)
+    cases = Cases([make(Freezing(cache_bytes=1 << 20), RunFacts(layers=6))], engine)
     Actions(engine).freeze([0, 1])
-    keys = list(range(MICROBATCHES))
-    before = [engine.evaluate(*tokens(0), MICROBATCHES, keys) for _ in range(2)]
-    state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
-    WholeModel(engine).load_state_dict(state)
-    after = engine.evaluate(*tokens(0), MICROBATCHES, keys)
+    with cases.samples_of(range(MICROBATCHES), MICROBATCHES):
+        before = [engine.evaluate(*tokens(0), MICROBATCHES) for _ in range(2)]
+        state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
+        WholeModel(engine).load_state_dict(state)
+        after = engine.evaluate(*tokens(0), MICROBATCHES)
+    assert cases.skipped == 2 * MICROBATCHES
     assert before[0] == before[1] != after == engine.evaluate(*tokens(0), MICROBATCHES)
 
 

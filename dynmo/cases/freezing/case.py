@@ -14,21 +14,24 @@ from typing import Any, final
 
 from torch import nn
 
+from dynmo import Change, Dynamism, Forecast, Layers, Signals
 from dynmo.cases.freezing import Freezing
+from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.freezing.egeria import Egeria
-from dynmo.cases.freezing.prefix import freeze_prefix, front, last_to_learn, learns, units
-from dynmo.cost.layer_cost import Forecast
-from dynmo.errors import ConfigError
-from dynmo.pipeline.case import Change, Dynamism, Layers, Signals
-from dynmo.pipeline.case_options import RunFacts
+from dynmo.cases.freezing.prefix import (
+    PrefixCase,
+    freeze_prefix,
+    front,
+    last_to_learn,
+    learns,
+    units,
+)
+from dynmo.extend import ConfigError, RunFacts
 
 
 @final
-class ScheduledFreezing(Dynamism):
+class ScheduledFreezing(PrefixCase):
     """Freezes the leading layers at given steps."""
-
-    name = "freezing"
-    announces = True
 
     def __init__(self, schedule: Sequence[Sequence[int]]) -> None:
         self._schedule = tuple(schedule)
@@ -60,7 +63,7 @@ class ScheduledFreezing(Dynamism):
 
 
 @final
-class AutoFreeze(Dynamism):
+class AutoFreeze(PrefixCase):
     """AutoFreeze (Liu et al. 2021): freezes modules whose gradient norm is steady.
 
     G_l is the norm of module l's gradient, added up over the steps of an interval. The change eta_l
@@ -71,9 +74,6 @@ class AutoFreeze(Dynamism):
     norms are at hand from clipping. Modules with nothing to train have no eta. They freeze with
     those behind them. Steps without any gradient, which an overflow has skipped, do not count.
     """
-
-    name = "freezing"
-    announces = True
 
     def __init__(self, every: int, start: int, most: int, unit: str = "half") -> None:
         self._every, self._start, self._most, self._unit = every, start, most, unit
@@ -143,6 +143,13 @@ class AutoFreeze(Dynamism):
 
 
 def make(options: Freezing, run: RunFacts) -> Dynamism:
+    case = _policy(options, run)
+    if options.cache_bytes:
+        case.cache, case.wants_samples = OutputCache(int(options.cache_bytes)), True
+    return case
+
+
+def _policy(options: Freezing, run: RunFacts) -> PrefixCase:
     assert run.layers is not None
     most = run.layers - 1 if options.max_layers is None else options.max_layers
     if options.policy == "schedule":

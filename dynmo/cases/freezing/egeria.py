@@ -29,21 +29,25 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from dynmo.cases.freezing import Freezing
-from dynmo.cases.freezing.prefix import freeze_prefix, front, last_to_learn, learns, units
-from dynmo.kernels.seeds import seed_forward
-from dynmo.pipeline.case import Change, Dynamism, Layers, Signals
+from dynmo import Change, Layers, Signals
+from dynmo.cases.freezing.options import Freezing
+from dynmo.cases.freezing.prefix import (
+    PrefixCase,
+    freeze_prefix,
+    front,
+    last_to_learn,
+    learns,
+    units,
+)
+from dynmo.extend import seed_forward
 
 _TOKENS = 64  # rows whose similarities are compared
 _KEPT = "egeria/"
 
 
 @final
-class Egeria(Dynamism):
+class Egeria(PrefixCase):
     """Freezes the front module when its plasticity no longer changes."""
-
-    name = "freezing"
-    announces = True
 
     def __init__(self, options: Freezing, most: int, seed: int) -> None:
         self._options, self._most, self._seed = options, most, seed

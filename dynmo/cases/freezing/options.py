@@ -69,6 +69,8 @@ class Freezing(CaseOptions):
         return cast(object, data)
 
     def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.expert > 1:
+            yield from self._no_experts(f"parallel.expert = {run.expert}")
         if self.policy == "schedule":
             if not self.schedule:
                 yield (
@@ -102,6 +104,19 @@ class Freezing(CaseOptions):
         if self.cache_bytes:
             yield from self._no_cache(run)
 
+    def _no_experts(self, key: str) -> Iterator[str]:
+        """Yields that replicas that share experts must run the same layers."""
+        if self.policy == "egeria":
+            yield (
+                f'{key}: dynamism.freezing.policy = "egeria" runs layers of one replica '
+                'alone; use "autofreeze" or a schedule'
+            )
+        if self.cache_bytes:
+            yield (
+                f"{key}: a replica that finds an output in its cache sends no rows; use "
+                "dynamism.freezing.cache_bytes = 0"
+            )
+
     def _late(self, steps: int) -> Iterator[str]:
         """Yields that nothing can freeze within the run."""
         key = "dynamism.freezing"
@@ -128,7 +143,7 @@ class Freezing(CaseOptions):
             )
 
     def _no_cache(self, run: RunFacts) -> Iterator[str]:
-        """Yields that a frozen layer gives another output each time."""
+        """Yields that a frozen layer gives another output each time, or is not asked again."""
         key = f"dynamism.freezing.cache_bytes = {self.cache_bytes}"
         if run.model is not None and run.model.dropout:
             yield (
@@ -139,6 +154,12 @@ class Freezing(CaseOptions):
             yield (
                 f'{key} with the case "sparse_attention", which draws anew at each step; use '
                 "cache_bytes = 0, or leave the case out"
+            )
+        if run.comes_again is False:
+            yield (
+                f"{key}: no microbatch comes again in this run, so nothing would be cached; "
+                "evaluate text at least twice (train.eval_every), train on it for more than an "
+                'epoch with data.shuffle = "batches", or use cache_bytes = 0'
             )
 
     def first_stale_step(self, steps: int) -> int:

@@ -1,14 +1,16 @@
-"""A frozen prefix of the model: its units, its end, and how it grows."""
+"""A frozen prefix of the model: its units, its end, how it grows, and what it keeps."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
-from torch import nn
+from torch import Tensor, nn
 
-from dynmo.pipeline.case import Change, Layers
+from dynmo import Change, Dynamism, Layers
+from dynmo.cases.freezing.cache import OutputCache
+from dynmo.extend import FrozenPrefix
 
 
 def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
@@ -50,3 +52,23 @@ def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
     return Change(
         new, f"froze layers {new[0]} to {new[-1]} ({why}); {count} of {layers.count} are frozen"
     )
+
+
+class PrefixCase(Dynamism):
+    """Freezes leading layers, and may keep their outputs."""
+
+    name = "freezing"
+    announces = True
+    cache: OutputCache | None = None
+
+    def frozen_prefix(
+        self, layers: Sequence[int]
+    ) -> Callable[[FrozenPrefix, Hashable | None], tuple[Tensor, ...]] | None:
+        if self.cache is None:
+            return None
+        self.cache.hold(layers)
+        return self.cache.run
+
+    def changed(self, layers: Collection[int]) -> None:
+        if self.cache is not None:
+            self.cache.forget(layers)

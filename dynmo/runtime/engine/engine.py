@@ -54,7 +54,6 @@ from dynmo.runtime.engine.rank_speeds import RankSpeeds
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.sm_slices import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
-from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.digest import weights_digest
@@ -195,7 +194,6 @@ class Engine:
         lr: Rates,
         max_norm: float = 0.0,
         flag: int = 0,
-        keys: Keys | None = None,
         work: Tensor | float = 0.0,
     ) -> StepRecord:
         """Trains on one batch: forward, backward, clipping, update.
@@ -208,9 +206,6 @@ class Engine:
             lr: Learning rate, or all options of each group of parameters.
             max_norm: Norm to clip the gradients to. 0 clips nothing.
             flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
-            keys: Key of each microbatch, on every rank, for the cache of outputs. Two keys are
-                equal only if the inputs are, such as the numbers of the sequences. None if no
-                microbatch comes again.
             work: Operations of this replica's batch, on the rank of the first stage. Every rank
                 gets the sum in `StepRecord.work`.
 
@@ -226,7 +221,6 @@ class Engine:
             lr=lr,
             max_norm=max_norm,
             flag=flag,
-            keys=keys,
             work=work,
         )
         return (results + self.drain())[-1]
@@ -240,7 +234,6 @@ class Engine:
         lr: Rates,
         max_norm: float = 0.0,
         flag: int = 0,
-        keys: Keys | None = None,
         work: Tensor | float = 0.0,
     ) -> tuple[StepRecord, ...]:
         """Trains like `step`, but without a barrier at its end under post-validation.
@@ -255,10 +248,10 @@ class Engine:
         check_rates(lr, max_norm)
         pending = self.pending
         pending.raise_failure()
-        self._batches[step] = StepBatch(inputs, targets, keys)
+        self._batches[step] = StepBatch(inputs, targets)
         self._batches.pop(step - 2, None)
         if not pending.validates:
-            step_output = self.forward_backward(step, inputs, targets, keys)
+            step_output = self.forward_backward(step, inputs, targets)
             step_output.work = work
             record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
             self._batches.clear()
@@ -267,7 +260,7 @@ class Engine:
         with self.attempt(step):
             check_batch(self.store, inputs, targets, self.store.layout.microbatches)
             pending.begin()
-            step_output = self._run(step, inputs, targets, keys)
+            step_output = self._run(step, inputs, targets)
             self._undo, step_output.work = step_output.undo, work
             pending.end(step, step_output, lr, max_norm, flag)
             self._undo, has_run = _nothing, True
@@ -279,9 +272,7 @@ class Engine:
         """Waits until the last step is final. Returns results not returned before."""
         return self.pending.drain()
 
-    def forward_backward(
-        self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None = None
-    ) -> StepOutput:
+    def forward_backward(self, step: int, inputs: Inputs, targets: Targets) -> StepOutput:
         """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
         store = self.pending.final
         if self._halfway:
@@ -291,17 +282,17 @@ class Engine:
             )
         with self.attempt():
             check_batch(store, inputs, targets, store.layout.microbatches)
-            step_output = self._run(step, inputs, targets, keys)
+            step_output = self._run(step, inputs, targets)
             self._undo = step_output.undo
         self._halfway = True
         return step_output
 
-    def _run(self, step: int, inputs: Inputs, targets: Targets, keys: Keys | None) -> StepOutput:
+    def _run(self, step: int, inputs: Inputs, targets: Targets) -> StepOutput:
         # Nobody else may hold the executor when it fails (`attempt`).
         executor, pending = self.programs.executor(), self.pending
         is_validated = partial(pending.is_validated, executor) if pending.is_out else None
         scale = self.optimizer_step.scaler.scale
-        return self.programs.train(executor, step, inputs, targets, keys, scale, is_validated)
+        return self.programs.train(executor, step, inputs, targets, scale, is_validated)
 
     def update(
         self, step: int, step_output: StepOutput, *, lr: Rates, max_norm: float = 0.0, flag: int = 0
@@ -342,7 +333,6 @@ class Engine:
         inputs: Inputs,
         targets: Targets,
         microbatches: int,
-        keys: Keys | None = None,
         *,
         shares: bool = False,
         outputs: dict[int, object] | None = None,
@@ -368,7 +358,7 @@ class Engine:
         with self.attempt():
             check_batch(store, inputs, targets, microbatches, outputs is None)
             hashes = hashes_to_compare(self.store.world, inputs, targets)
-            own = self.programs.evaluate(inputs, targets, microbatches, keys, outputs, observe)
+            own = self.programs.evaluate(inputs, targets, microbatches, outputs, observe)
             losses, rows = self._shared(own, hashes, shares)
         difference = find_difference("the evaluation", rows, self.store.world.replicas)
         if difference is not None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from dynmo.errors import RunError
 from dynmo.runtime.engine.batch_check import Inputs, Targets, tensors_of
 from dynmo.runtime.engine.programs import Programs
-from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -26,7 +25,6 @@ class NotFiniteError(RunError):
 class StepBatch(NamedTuple):
     inputs: Inputs
     targets: Targets
-    keys: Keys | None
 
 
 # In the order in which a value can be the first. Then follow microbatch, layer and parameter.
@@ -56,7 +54,7 @@ def explained(
     for stage in executor.stages.values():
         stage.look = look
     try:
-        programs.train(executor, error.step, batch.inputs, batch.targets, batch.keys, scale)
+        programs.train(executor, error.step, batch.inputs, batch.targets, scale)
     finally:
         for stage in executor.stages.values():
             stage.look = None

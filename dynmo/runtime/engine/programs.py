@@ -6,7 +6,7 @@ They are lowered when they are first needed, and again after layers have moved, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,8 @@ from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.stage_streams import StageStreams
+from dynmo.runtime.layer.frozen_prefix import PrefixRunner
 from dynmo.runtime.layer.modes import evaluated
-from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.fold import fold
@@ -50,6 +50,9 @@ class Programs:
         self._profiler, self._clock, self._streams = profiler, clock, streams
         self._post_validation = post_validation
         self._replicates = replicates
+        # Returns what runs F of the frozen leading layers of this rank. None if there is nothing.
+        self.frozen_prefix: Callable[[Sequence[int]], PrefixRunner | None] = lambda _: None
+        self._run_frozen: PrefixRunner | None = None
         self._training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
@@ -83,7 +86,6 @@ class Programs:
         step: int,
         inputs: Inputs,
         targets: Targets,
-        keys: Keys | None,
         scale: float,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
@@ -93,7 +95,7 @@ class Programs:
         executor.scale_loss(scale)
         hashes = hashes_to_compare(store.world, inputs, targets)
         self._look_at_layers(between_steps=is_validated is None)
-        with self._running(keys, training=True):
+        with self._running():
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes, step_output.counts = hashes, counts
         for stage in executor.stages.values():
@@ -109,7 +111,6 @@ class Programs:
         inputs: Inputs,
         targets: Targets,
         microbatches: int,
-        keys: Keys | None = None,
         outputs: dict[int, object] | None = None,
         observe: Callable[[Any, Any], None] | None = None,
     ) -> Tensor:
@@ -123,7 +124,7 @@ class Programs:
             stage.collected, stage.observe = outputs, observe
         # A stage chooses for itself what keeps a graph. Here nothing does.
         modules = [layer.module for layer in self._store.layers.values()]
-        with evaluated(modules), self._running(keys, training=False), torch.enable_grad():
+        with evaluated(modules), self._running(), torch.enable_grad():
             step_output = executor.run(0, inputs, targets, training=False)
         for stage in executor.stages.values():
             stage.collected = stage.observe = None
@@ -173,18 +174,17 @@ class Programs:
         """Refuses what would not train, and forgets what was known of layers in other modes."""
         store = self._store
         changed = [index for index, layer in store.layers.items() if layer.look(between_steps)]
-        if store.outputs.limit:
-            # A kept output depends on the layers of earlier ranks, too.
+        if self._run_frozen is not None:
+            # Who skips layers depends on those of earlier ranks, too.
             first = torch.tensor([-min(changed, default=store.model.layers)])
             first = -int(store.world.largest(first, "the modes of all layers to be compared"))
-            store.outputs.forget(range(first, store.model.layers))
+            store.on_change(range(first, store.model.layers))
 
     @contextmanager
-    def _running(self, keys: Keys | None, training: bool) -> Generator[None]:
+    def _running(self) -> Generator[None]:
         """Rejects a forward that counts in a buffer if replicas are possible."""
         store = self._store
         self._replicates = self._replicates or store.world.replicas > 1
-        store.outputs.begin(keys, training)
         layers = sorted(store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
         with generators_kept(store.world.device):
@@ -224,16 +224,18 @@ class Programs:
         store, world = self._store, self._store.world
         last = len(store.layout.stage_ranks) - 1
         frozen = store.frozen.first_trainable
-        cache = store.outputs if store.outputs.limit else None
-        store.outputs.hold({i for i in store.layers if i < frozen})
+        prefix = sorted(index for index in store.layers if index < frozen)
+        self._run_frozen = self.frozen_prefix(prefix)
         stages: dict[int, Stage] = {}
         for stage in store.own_stages:
             own = [store.layers[i] for i in store.layout.partition.range_of(stage)]
             share = 1 / (microbatches * world.replicas)
-            kept = sum(layer.index < frozen for layer in own)
+            count = sum(layer.index < frozen for layer in own)
             loss = store.model.loss if stage == last else None
             pieces = store.pieces if stage == last else None
-            stages[stage] = Stage(own, first, loss, share, cache, kept, world.device, pieces)
+            stages[stage] = Stage(
+                own, first, loss, share, count, self._run_frozen, world.device, pieces
+            )
             stages[stage].router_loss = store.model.router_loss
             stages[stage].is_double = store.is_double
         transport = Transport(world, programs)

@@ -1,1 +1,1 @@
-"""F, B and W of one layer, stages, accumulation, output cache and buffers."""
+"""F, B and W of one layer, stages, frozen prefixes, accumulation and buffers."""

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.packed_weight import guarded
-from dynmo.kernels.seeds import generator_of, seed_forward
+from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, splits, used_leaves
 from dynmo.kernels.torch_private import (
     FunctionBase,
@@ -142,7 +142,7 @@ class Layer:
         self._loss_reads = (
             None if others is None or loss is None else Reads("the loss", loss, others)
         )
-        self._clock, self._seed = clock, seed
+        self.clock, self._seed = clock, seed
         self._first_microbatch, self._groups = first_microbatch, groups
         self._saved: dict[int, _Saved] = {}
         self._recompute = False
@@ -196,9 +196,9 @@ class Layer:
         self._run = guarded(index, module, run)
 
     def _timed(self, work: WeightWork) -> None:
-        start = self._clock.mark()
+        start = self.clock.mark()
         work()
-        self._inside.append((start, self._clock.mark()))
+        self._inside.append((start, self.clock.mark()))
 
     @property
     def _measured(self) -> bool:
@@ -304,8 +304,8 @@ class Layer:
             ConfigError: The output depends on plain attributes that F writes to, or another layer's
                 tensor is read, unless `others` is None.
         """
-        start = self._clock.mark()
-        self._seed_forward(inputs[0].device, step, microbatch)
+        start = self.clock.mark()
+        self.seed_forward(inputs[0].device, step, microbatch)
         if pieces is not None and not graph:
             with torch.no_grad():
                 outputs = (self._forward_pieces(inputs, pieces),)
@@ -323,7 +323,7 @@ class Layer:
                 outputs = self._like_first(microbatch, inputs, outputs, graph)
             if not self.output_bytes:
                 self.output_bytes = _bytes(outputs)
-        self.marks.append((Kind.F, start, self._clock.mark(), []))
+        self.marks.append((Kind.F, start, self.clock.mark(), []))
         return outputs
 
     def _like_first(
@@ -488,7 +488,7 @@ class Layer:
     ) -> None:
         """Runs layer and loss of each piece forward and backward."""
         hidden = inputs[0]
-        self._seed_forward(hidden.device, step, microbatch)
+        self.seed_forward(hidden.device, step, microbatch)
         losses, shares = list[Tensor](), list[Tensor]()
         if hidden.requires_grad:
             hidden.grad = torch.empty_like(hidden)
@@ -504,20 +504,7 @@ class Layer:
                 hidden.grad[:, piece.tokens] = given[0].grad
         loss.copy_(mean_loss(losses, shares))
 
-    def spare(self, start: Any, end: Any) -> None:
-        """Notes that F need not run, for its output was kept."""
-        self.marks.append((Kind.F, start, end, []))
-
-    def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Returns whether the last F drew random numbers, or could have."""
-        if self.buffers.generators:
-            return True
-        generator = generator_of(device)
-        after = generator.get_state()
-        self._seed_forward(device, step, microbatch)
-        return not torch.equal(after, generator.get_state())
-
-    def _seed_forward(self, device: torch.device, step: int, microbatch: int) -> None:
+    def seed_forward(self, device: torch.device, step: int, microbatch: int) -> None:
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
 
     def _call(
@@ -626,7 +613,7 @@ class Layer:
         finish: Callable[[Tensor], Tensor] | None,
         buffers: Copies,
     ) -> Tensors:
-        self._seed_forward(inputs[0].device, step, microbatch)
+        self.seed_forward(inputs[0].device, step, microbatch)
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
@@ -692,7 +679,7 @@ class Layer:
             One gradient per input that requires one. If the first microbatch had none for some
             input, a boolean tensor follows (see the top of this file).
         """
-        start = self._clock.mark()
+        start = self.clock.mark()
         inputs, measured, roots, differentiable, buffers = self._saved.pop(microbatch)
         in_pieces = isinstance(roots, _InPieces)
         if callable(roots):
@@ -727,7 +714,7 @@ class Layer:
             self._weight_work[microbatch] = work
         gradients_in = self._gradients_of([x for x in inputs if x.requires_grad])
         inside, self._inside = [] if in_pieces else self._inside, []
-        self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
+        self.marks.append((Kind.B if deferred else Kind.BW, start, self.clock.mark(), inside))
         return gradients_in
 
     def _run_backward(self, graph: Roots | _InPieces, gradients: Tensors, buffers: Copies) -> None:
@@ -775,12 +762,12 @@ class Layer:
         return (*gradients, torch.tensor(there)) if self._marks_missing else gradients
 
     def backward_weight(self, microbatch: int) -> None:
-        start = self._clock.mark()
+        start = self.clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
         if self._groups is not None:
             self._groups.after_weight(microbatch)
-        self.marks.append((Kind.W, start, self._clock.mark(), []))
+        self.marks.append((Kind.W, start, self.clock.mark(), []))
 
     def clear(self) -> None:
         """Drops the state that microbatches in flight left (after a failed step)."""

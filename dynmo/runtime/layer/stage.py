@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.split import LOW
-from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
 from dynmo.runtime.layer.pieces import Cutter, TokenPieces
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 
@@ -25,8 +25,8 @@ class Stage:
             nothing, and B stops there.
         loss: Takes (output, targets) and returns a scalar. Only on the model's last stage.
         share: Part of a microbatch in the step: one over the global number of microbatches.
-        outputs: Keeps the outputs of the first `kept` layers for each microbatch.
-        kept: Number of leading layers that are frozen.
+        frozen: Number of leading layers that are frozen.
+        run_frozen: Runs F of these layers. None runs them like the others.
         device: Device of the tensor that holds the share. A copy to it would hold up each B.
         pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
 
@@ -58,14 +58,13 @@ class Stage:
         first_trainable: int,
         loss: Callable[[Any, Any], Tensor] | None = None,
         share: float = 1.0,
-        outputs: OutputCache | None = None,
-        kept: int = 0,
+        frozen: int = 0,
+        run_frozen: PrefixRunner | None = None,
         device: torch.device | None = None,
         pieces: TokenPieces | None = None,
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
-        self._outputs, self._kept = outputs, self.layers[:kept]
-        self._run = self.layers[kept if outputs is not None else 0 :]
+        self._frozen, self._run_frozen = frozen, run_frozen
         self._portion, self._device, self._pieces = share, device, pieces
         self.router_losses = dict[int, Tensor]()
         self.scale_loss(1.0)
@@ -102,9 +101,12 @@ class Stage:
             training: Whether to keep what B needs.
         """
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
-        if self._outputs is not None and self._kept:
-            tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
-        for layer in self._run:
+        layers = self.layers
+        if self._run_frozen is not None and self._frozen and self.look is None:
+            frozen, layers = layers[: self._frozen], layers[self._frozen :]
+            prefix = FrozenPrefix(frozen, microbatch, tensors, step, training)
+            tensors = self._run_frozen(prefix)
+        for layer in layers:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, microbatch, targets) if ends else None
             pieces = self._cutter(microbatch, targets) if ends else None

@@ -14,15 +14,12 @@ class LayerOptions:
     Attributes:
         seed: Seed of the layers' random numbers while training.
         compiles: Whether torch.compile runs the layers.
-        cache_bytes: Host memory of each rank for the outputs of a frozen prefix. Steps and
-            evaluations must then get the keys of their microbatches.
         head_tokens: Most tokens that the last layer and the loss compute at once. None means all.
     """
 
     dtype: torch.dtype = torch.float32
     seed: int = 0
     compiles: bool = False
-    cache_bytes: int = 0
     head_tokens: int | None = None
 
 

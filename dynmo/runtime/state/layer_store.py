@@ -12,7 +12,7 @@ Whole layers come (`adopt`) and go between steps. The layout knows where all of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,7 +36,6 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.census import follow_hooks, hooks_of
 from dynmo.runtime.layer.modes import set_modes
-from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.plain_state import set_scalars
 from dynmo.runtime.layer.precision import lower as lower_precision
@@ -125,8 +124,8 @@ class LayerStore:
             else None
         )
         self.frozen = Frozen(self.modules, model.tied)
-        # Outputs of the frozen leading layers here for earlier microbatches.
-        self.outputs = OutputCache(options.cache_bytes, clock)
+        # Told on all ranks of layers whose output changes, other than by training.
+        self.on_change: Callable[[Iterable[int]], None] = lambda _: None
         # Tensors that dynamic cases keep with each own layer.
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.layers: dict[int, Layer] = {}
@@ -262,7 +261,6 @@ class LayerStore:
 
         `moments` is the state of its optimizer, whole, `parameter/moment` -> tensor.
         """
-        self.outputs.forget([index])
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
         self.kept[index] = kept
@@ -288,7 +286,6 @@ class LayerStore:
                 "optimizer, which the config's has not; "
                 "resume with the train.optimizer and model.tied that the run was started with"
             )
-        self.outputs.forget([index])
         module = self.modules[index]
         flags = {name: p.requires_grad for name, p in module.named_parameters()}
         self._adopt(index, module, fill(module, tensors, flags), whole=True)
@@ -419,7 +416,6 @@ class LayerStore:
         """Drops all layers, since this rank has left the run."""
         for index in list(self.layers):
             self._drop(index)
-        self.outputs.forget(range(len(self.modules)))
 
     # -- state of a layer beside its module --------------------------------------------------------
 

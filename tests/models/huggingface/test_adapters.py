@@ -79,9 +79,9 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
         case = dynmo.Freezing(schedule=((0, 3),), cache_bytes=cache_bytes)
         with dynmo.init(device="cpu") as world:
             pipeline = dynmo.Pipeline(model_of(), world, microbatches=4, cases=[case])
-            keys = [(microbatch,) for microbatch in range(4)] if cache_bytes else None
+            samples = range(4) if cache_bytes else None
             batch = make_batch(0, padded=False)
-            losses = [pipeline.step(batch, keys=keys).loss for _ in range(3)]
+            losses = [pipeline.step(batch, samples=samples).loss for _ in range(3)]
             found.append((losses[-1], pipeline.digest()))
             assert pipeline.account().spared_forwards == (24 if cache_bytes else 0)
     assert found[0] == found[1]

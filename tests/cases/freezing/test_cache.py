@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import RunError
+from dynmo.cases.freezing.cache import OutputCache
+from dynmo.cases.freezing.case import make
+from dynmo.cases.freezing.options import Freezing
+from dynmo.cases.freezing.prefix import PrefixCase
+from dynmo.errors import ConfigError, InputError
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
-from dynmo.runtime.comm.clock import HostClock
+from dynmo.pipeline.case_options import RunFacts
+from dynmo.pipeline.cases import Cases
 from dynmo.runtime.engine.options import UpdateOptions
-from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.split_backward import Layer
-from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.schedule.op import Kind
-from tests.runtime.alone import MICROBATCHES, pipeline, tokens
+from tests.runtime.alone import MICROBATCHES, around, pipeline, tokens
 from tests.runtime.modules import Net, draw, layer_of
 
 WIDTH, ROWS = 6, 3
@@ -67,17 +72,33 @@ def calls(counted: list[Layer]) -> list[int]:
     return [getattr(layer.module, "calls", 0) for layer in counted]
 
 
-def roomy() -> OutputCache:
-    return OutputCache(1 << 20, HostClock())
+class Cache(OutputCache):
+    """Counts the F's of layers that it spared."""
+
+    spared = 0
+
+    def run(self, prefix: FrozenPrefix, samples: Hashable | None) -> tuple[Tensor, ...]:
+        outputs = super().run(prefix, samples)
+        self.spared += prefix.skipped
+        return outputs
+
+
+def roomy() -> Cache:
+    return Cache(1 << 20)
 
 
 def run(
-    cache: OutputCache, counted: list[Layer], key: int | None, step: int = 0, training: bool = True
+    cache: Cache,
+    counted: list[Layer],
+    key: int | None,
+    step: int = 0,
+    training: bool = True,
+    x: Tensor | None = None,
 ) -> Tensor:
-    cache.begin(None if key is None else [key], training)
     for layer in counted:
         layer.module.train(training)
-    (y,) = cache.forward(counted, 0, (draw(key or 0, ROWS, WIDTH),), step)
+    x = draw(key or 0, ROWS, WIDTH) if x is None else x
+    (y,) = cache.run(FrozenPrefix(counted, 0, (x,), step, training), key)
     return y
 
 
@@ -113,11 +134,11 @@ def test_evaluation_and_training_outputs_are_cached_separately() -> None:
 
 def test_cache_keeps_the_first_outputs_within_the_limit() -> None:
     """Epochs repeat in order, so an evicted output would be the next one needed."""
-    counted, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
+    counted, cache = counting(), Cache(2 * SIZE + SIZE // 2)
     for _ in range(3):
         for key in range(4):
             run(cache, counted, key)
-            assert cache.bytes <= cache.limit
+            assert cache.bytes <= 2 * SIZE + SIZE // 2
     assert (cache.spared, cache.bytes) == (2 * 2 * 3, 2 * SIZE)
     assert calls(counted) == [2 + 3 * 2] * 3
 
@@ -143,8 +164,7 @@ def test_cached_outputs_stay_valid_as_layers_freeze_and_move() -> None:
     assert calls(counted) == [n + 1 for n in before]
     assert cache.bytes == SIZE
     cache.hold({2, 3})  # 0 and 1 have moved to the rank in front
-    cache.begin([1], training=True)
-    (y,) = cache.forward(counted[2:], 0, (bare(counted[:2], 1),), 0)
+    y = run(cache, counted[2:], 1, x=bare(counted[:2], 1))
     assert torch.equal(y, expected)
     assert calls(counted)[2:] == [n + 1 for n in before[2:]]
 
@@ -200,9 +220,9 @@ def test_a_view_is_cached_without_its_base() -> None:
 def test_random_or_changing_outputs_are_refused() -> None:
     dropping = layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5))
     tracking = layers(nn.Linear(WIDTH, WIDTH), Tracking())
-    with pytest.raises(RunError, match=r"layer 1 \(Dropping\) .*random"):
+    with pytest.raises(ConfigError, match=r"layer 1 \(Dropping\) .*random"):
         run(roomy(), dropping, 1)
-    with pytest.raises(RunError, match=r"layer 1 \(Tracking\) .*'seen'"):
+    with pytest.raises(ConfigError, match=r"layer 1 \(Tracking\) .*'seen'"):
         run(roomy(), tracking, 1)
     for stack in (dropping, tracking):
         cache = roomy()
@@ -212,7 +232,7 @@ def test_random_or_changing_outputs_are_refused() -> None:
     # Drawing does no harm if steps do not come again. But an evaluation sees what a training
     # forward has written.
     run(roomy(), dropping, None)
-    with pytest.raises(RunError, match="writes to its buffer"):
+    with pytest.raises(ConfigError, match="writes to its buffer"):
         run(roomy(), tracking, None)
 
 
@@ -224,20 +244,22 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     engine = pipeline(
         from_factories(list("abcde"), factories, 0, next_token_loss),
         update=UpdateOptions(post_validation=True),
-        layers=LayerOptions(cache_bytes=cache_bytes),
     )
+    case = make(Freezing(schedule=[(1000, 1)], cache_bytes=cache_bytes), RunFacts(layers=5))
+    cases = Cases([case], engine)
     losses: list[float] = []
     for step in range(10):
         if step in (0, 6):
             Actions(engine).freeze(range(4))
         if step == 4:
             Actions(engine).unfreeze(range(1, 4))
-        keys = [(step % 2, j) for j in range(MICROBATCHES)]
-        engine.advance(step, *tokens(step % 2), lr=1e-2, keys=keys)
-        keys = [(9, j) for j in range(MICROBATCHES)]
-        losses.append(engine.evaluate(*tokens(9), MICROBATCHES, keys=keys))
+        with cases.samples_of([(step % 2, j) for j in range(MICROBATCHES)], MICROBATCHES):
+            engine.advance(step, *tokens(step % 2), lr=1e-2)
+        with cases.samples_of([(9, j) for j in range(MICROBATCHES)], MICROBATCHES):
+            losses.append(engine.evaluate(*tokens(9), MICROBATCHES))
     run = [getattr(module, "calls", 0) for module in engine.store.modules]
-    return losses, run, (engine.store.outputs.spared, engine.store.outputs.bytes)
+    assert isinstance(case, PrefixCase)
+    return losses, run, (cases.skipped, 0 if case.cache is None else case.cache.bytes)
 
 
 def test_pipeline_with_a_cache_has_the_same_losses() -> None:
@@ -253,3 +275,12 @@ def test_pipeline_with_a_cache_has_the_same_losses() -> None:
     # were made once more after these.
     assert spared == 3 * (run[1] - fewer[1]) + (10 * each - 2 * 3 * MICROBATCHES)
     assert held == 3 * MICROBATCHES * 2 * 8 * WIDTH * 4
+
+
+def test_samples_of_another_number_of_microbatches_are_refused() -> None:
+    cases = Cases([], pipeline(around()))
+    with (
+        pytest.raises(InputError, match="samples has 2 entries, but the batch has 3 microbatches"),
+        cases.samples_of([1, 2], 3),
+    ):
+        pass
