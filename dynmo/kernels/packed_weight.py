@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,8 @@ class PackedWeight(nn.Module):
         ...         return nn.functional.linear(input, weight, self.bias)
         >>> linear = nn.Linear(3, 4)
         >>> weight = linear.weight.detach()
-        >>> Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
-        >>> linear.weight = nn.Parameter(linear.pack("weight", weight))
+        >>> halved = Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
+        >>> linear.weight = nn.Parameter(halved.pack("weight", weight))
         >>> linear.weight.shape
         torch.Size([2, 3])
     """
@@ -99,7 +99,7 @@ class PackedWeight(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def take_form(cls, module: nn.Module, form: Mapping[str, Tensor]) -> None:
+    def take_form(cls, module: nn.Module, form: Mapping[str, Tensor]) -> Self:
         """Gives a plain module this form. Packed parameters whose shape changes lose their values.
 
         The class is replaced, not the module: names, hooks, place and other tensors stay.
@@ -108,13 +108,16 @@ class PackedWeight(nn.Module):
             module: A module of the plain class, also in another form.
             form: The form's buffers.
 
+        Returns:
+            The module.
+
         Raises:
             ValueError: The buffers cannot be this module's.
         """
         for name in module.form if isinstance(module, PackedWeight) else ():
             del module._buffers[name]
         module.__class__ = cls
-        taken = cast(PackedWeight, module)
+        taken = cast(Self, module)
         for name in cls.form:
             taken.register_buffer(name, form[name])
         for name in cls.packed:
@@ -122,6 +125,7 @@ class PackedWeight(nn.Module):
             if values.shape != shape:
                 empty = torch.empty(shape, dtype=values.dtype, device="meta")
                 taken._parameters[name] = nn.Parameter(empty, values.requires_grad)
+        return taken
 
 
 def gives_form(module: nn.Module, name: str) -> bool:

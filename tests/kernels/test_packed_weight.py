@@ -40,8 +40,8 @@ class Halved(PackedWeight, nn.Linear):
 def halved(kind: Any = nn.Linear) -> tuple[Any, Tensor]:
     linear: Any = kind(3, 4)
     weight = linear.weight.detach()
-    Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
-    linear.weight = nn.Parameter(linear.pack("weight", weight))
+    form = Halved.take_form(linear, {"rows": torch.tensor([0, 2])})
+    linear.weight = nn.Parameter(form.pack("weight", weight))
     return linear, weight
 
 

@@ -251,10 +251,9 @@ def prune(
     }
     if sparse or isinstance(linear, SparseLinear):
         csr = Csr.of(kept)
-        SparseLinear.take_form(linear, {"crow": csr.crow, "col": csr.col})
+        form = SparseLinear.take_form(linear, {"crow": csr.crow, "col": csr.col})
     else:
-        MaskedLinear.take_form(linear, {"kept_mask": kept})
-    form = cast(PackedWeight, linear)
+        form = MaskedLinear.take_form(linear, {"kept_mask": kept})
     left = moments | {name: form.pack("weight", tensor) for name, tensor in dense.items()}
     linear.weight = nn.Parameter(left.pop(""), requires_grad=weight.requires_grad)
     return left
