@@ -1,0 +1,63 @@
+"""What users have from an earlier version still works: tests/fixtures/README.md says what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.runs import Done, free_port
+from tests.combinations import mostly_matrix
+from tests.pool import Pool
+
+FIXTURES = Path(__file__).with_name("fixtures")
+ENDS: dict[str, Any] = json.loads((FIXTURES / "ends.json").read_text())
+MACHINE = ENDS.pop("machine")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """The folder of a user."""
+    return Path(shutil.copytree(FIXTURES / "files", tmp_path / "files"))
+
+
+def dynmo(pool: Pool, files: Path, ranks: int, *arguments: str) -> Done:
+    given = {"lines": [arguments] * ranks, "folder": str(files), "port": free_port()}
+    return Done(*pool.run("command", ranks, **given)[0])
+
+
+def check_end(done: Done, name: str) -> None:
+    """The run ends as it did then. Bits depend on the processor and on torch."""
+    assert done.status == 0, done.err
+    end, expected = json.loads(done.out), ENDS[name]
+    assert end["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    if [torch.__version__, torch.backends.cpu.get_cpu_capability()] == MACHINE:
+        assert {key: end[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", mostly_matrix(ENDS, ["plain", "pruned", "frozen", "experts"]))
+def test_run_goes_on(pool: Pool, files: Path, name: str) -> None:
+    check_end(dynmo(pool, files, 2, "train", f"{name}.toml", "--resume", "--json"), name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ENDS)
+def test_run_goes_on_by_the_file_in_its_folder(pool: Pool, files: Path, name: str) -> None:
+    file, changed = f"runs/{name}/config.toml", "pipeline.schedule=1f1b"
+    check_end(dynmo(pool, files, 2, "train", file, "--set", changed, "--resume", "--json"), name)
+
+
+def test_costs_file_gives_the_same_plan(pool: Pool, files: Path) -> None:
+    for costs in ("runs/plain/costs.json", "runs/plain"):
+        done = dynmo(pool, files, 1, "plan", "--costs", costs, "--ranks", "2", "--json")
+        assert json.loads(done.out)["partition"] == [3, 3], done.err
+
+
+def test_log_is_reported(pool: Pool, files: Path) -> None:
+    done = dynmo(pool, files, 1, "report", "runs/frozen", "--json")
+    (run,) = json.loads(done.out)["runs"]
+    assert [phase["frozen"] for phase in run["phases"]] == [0, 1, 2, 4]
