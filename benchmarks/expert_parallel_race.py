@@ -23,7 +23,7 @@ from dynmo.config import parse
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.split import WeightTape
-from dynmo.models.experts import halves
+from dynmo.models.experts import ExpertsHalf
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
@@ -105,7 +105,7 @@ def slow(model: Model) -> Model:
         for index, layer in enumerate(layers):
             if type(layer) is AttentionHalf:
                 layer.__class__ = SlowAttention
-            for half in halves(layer):
+            for half in (x for x in layer.modules() if isinstance(x, ExpertsHalf)):
                 half.gate_up.__class__ = half.down.__class__ = SlowExperts
                 if index in owned:
                     half.router.bias.copy_(preference(index / len(layers)))

@@ -3,7 +3,7 @@
 The pipeline has 8 stages with 16 replicas of each.
 
 static            whole blocks spread evenly, and contiguous experts, as many on every replica
-experts placed    experts placed by counts of tokens (`dynmo.balance.expert_search`), while layers
+experts placed    experts placed by counts of tokens (`dynmo.cases.experts.search`), while layers
                   stay: the side that stands for Tutel, which speeds up layers of experts alone
 layers balanced   half blocks moved between stages
 both              experts first, then half blocks by what the experts then cost
@@ -47,13 +47,12 @@ from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, time
 from benchmarks.expert_loads import Counts, draw_counts
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
-from dynmo.balance.expert_placement import (
-    ExpertPlacement,
+from dynmo.balance.group_placement import (
+    GroupPlacement,
     even_placement,
-    expert_moves,
 )
-from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.balance.partition import Partition, moves, uniform
+from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
 from dynmo.cost.layer_cost import LayerCost
 
 STAGES, BLOCKS, SEQUENCE = 8, 32, 2048
@@ -68,7 +67,7 @@ TITLES = {"experts placed": "experts placed (Tutel-like)"}
 SCHEDULES = ("zb-h1", "zb-h2")
 PAPER_LEAVES = 0.08  # the paper's bubble ratio after balancing; 0.25 before
 
-Experts = list[ExpertPlacement]
+Experts = list[GroupPlacement]
 """One placement for each block. All groups of a stage share it."""
 
 
@@ -80,10 +79,10 @@ def groups_of(counts: Counts, replicas: int) -> list[Counts]:
     return [counts[first : first + replicas] for first in range(0, len(counts), replicas)]
 
 
-def busiest(placement: ExpertPlacement, counts: Counts) -> float:
+def busiest(placement: GroupPlacement, counts: Counts) -> float:
     """Returns the tokens of the busiest replica of all groups, over the mean."""
     loads = [
-        load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)
+        load for group in groups_of(counts, placement.ranks) for load in loads_of(placement, group)
     ]
     return max(loads) / fmean(loads)
 
@@ -117,7 +116,7 @@ def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list
 def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
     """Places the experts of every block anew, where it pays."""
     replicas = current[0].ranks
-    per_rank = current[0].experts // replicas + more
+    per_rank = current[0].groups // replicas + more
     return [
         place_experts(summed(x, replicas), replicas, per_rank, now)
         for now, x in zip(current, counts, strict=True)
@@ -223,7 +222,7 @@ def compare(
     """
     moments, blocks, experts = len(counts), len(counts[0]), len(counts[0][0][0])
     even = [[even_placement(experts, replicas)] * blocks] * moments
-    in_turn = [ExpertPlacement(tuple((i % replicas,) for i in range(experts)), replicas)] * blocks
+    in_turn = [GroupPlacement(tuple((i % replicas,) for i in range(experts)), replicas)] * blocks
     placed_experts = place(counts, replicas, more)
     # The placements of a moment's own counts.
     known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]

@@ -28,7 +28,7 @@ class Grant(BaseModel):
         costs: Costs of the layers, for schedules that are made from costs.
         reference: Seconds that a step took at first. `elastic.repack` compares with it.
         microbatches: Microbatches of a step from now on, over all replicas.
-        experts: Layers whose experts are spread over replicas: (layer, holders of each expert).
+        groups: Layers whose weights are spread over replicas: (layer, holders of each group).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -44,7 +44,7 @@ class Grant(BaseModel):
     costs: tuple[dict[str, Any], ...] | None
     reference: float | None
     microbatches: int
-    experts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    groups: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:
         """Returns the grant as JSON. Floats read back exactly, NaN included."""

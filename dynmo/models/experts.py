@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.kernels.balanced_assignment import auction, sinkhorn
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.own_loss import add_loss
@@ -124,11 +124,11 @@ class _Spread:
     blocks: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, place: int, exchange: RowExchange) -> _Spread:
+    def of(cls, placement: GroupPlacement, place: int, exchange: RowExchange) -> _Spread:
 
         def between(source: int, target: int) -> tuple[int, ...]:
             return tuple(
-                e for e in range(placement.experts) if placement.target(e, source) == target
+                e for e in range(placement.groups) if placement.target(e, source) == target
             )
 
         replicas = range(placement.ranks)
@@ -164,12 +164,16 @@ class ExpertsHalf(AddingHalf):
             nn.init.normal_(self.shared_down.weight, std=m.residual_std)
         self._spread: _Spread | None = None
 
-    def hold(self, experts: Sequence[int]) -> None:
-        """Drops the weights of all other experts."""
-        self.gate_up.hold(experts)
-        self.down.hold(experts)
+    @property
+    def groups(self) -> int:
+        return self.router.experts
 
-    def spread(self, placement: ExpertPlacement, place: int, exchange: RowExchange) -> None:
+    def hold(self, groups: Sequence[int]) -> None:
+        """Drops the weights of all other experts."""
+        self.gate_up.hold(groups)
+        self.down.hold(groups)
+
+    def spread(self, placement: GroupPlacement, place: int, exchange: RowExchange) -> None:
         """Computes rows where their experts are. Call it again for new weights.
 
         Args:
@@ -240,10 +244,6 @@ class ExpertsHalf(AddingHalf):
             kept = torch.cat([part[:most] for part in order.split(counts)])
             order, counts = kept, [min(count, most) for count in counts]
         return order // router.top_k, counts, order
-
-
-def halves(module: nn.Module) -> list[ExpertsHalf]:
-    return [part for part in module.modules() if isinstance(part, ExpertsHalf)]
 
 
 def _even(pairs: int, experts: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Changes what the ranks hold or run, and which ranks there are, between steps.
 
-    freeze, unfreeze, place_experts    other work
+    freeze, unfreeze, place_groups     other work
     move, replan                       the same mesh: layers move, another order or schedule
     reshape                            the same ranks, another mesh
     shrink, grow, arrive               other ranks
@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.balance.layout import Layout, Layouts, moves_between_ranks
 from dynmo.balance.partition import Move, Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -188,7 +188,7 @@ class Actions:
         everyone, before = store.world.everyone, store.layout
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
-        if store.experts is not None:
+        if store.spread is not None:
             raise ConfigError(
                 "replicas that share experts (parallel.expert) cannot be reshaped; make another "
                 "pipeline"
@@ -240,24 +240,24 @@ class Actions:
         self._store.rebuild(layer, moments)
         self._programs.relower()
 
-    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
-        """Moves experts between the replicas that share them, with their optimizer state.
+    def place_groups(self, placements: Mapping[int, GroupPlacement]) -> int:
+        """Moves groups of weights between the replicas that share them, with optimizer state.
 
         Returns:
             Bytes that all ranks received.
         """
         store = self._pending.final
-        if store.experts is None:
+        if store.spread is None:
             raise ConfigError(
                 "experts cannot be placed where every replica holds all of them; set "
                 "parallel.expert"
             )
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = store.world.everyone
-        agree(everyone, holders, "the new places of experts")
-        moved = torch.tensor([store.place_experts(placements)])
+        agree(everyone, holders, "the new places of groups")
+        moved = torch.tensor([store.place_groups(placements)])
         self._programs.relower()
-        return int(everyone.sum(moved, "all experts to arrive"))
+        return int(everyone.sum(moved, "all groups to arrive"))
 
     # -- other ranks -------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Actions:
         layout = mesh.layout(self.engine.layouts, before)
         self._agree_on_ranks(tuple(kept), mesh)
         after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
-        plan, whole = transfers(_holders(before), after, store.shares_experts), self._states()
+        plan, whole = transfers(_holders(before), after, store.spreads_groups), self._states()
         arrivals: list[Arrival] = []
         try:
             migration = exchange(
@@ -325,7 +325,7 @@ class Actions:
         self._agree_on_ranks(newcomers, mesh)
         whole = self._states()
         self._part()
-        plan = transfers(_holders(before), _holders(layout), store.shares_experts)
+        plan = transfers(_holders(before), _holders(layout), store.spreads_groups)
         try:
             everyone.renew(rank, size + newcomers, everyone.generation + 1, join_timeout)
             migration = self._exchange(layout, plan, whole)
@@ -342,14 +342,14 @@ class Actions:
         mesh: NextMesh,
         *,
         join_timeout: float,
-        experts: Mapping[int, ExpertPlacement] | None = None,
+        groups: Mapping[int, GroupPlacement] | None = None,
     ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`."""
         store, before = self._store, self._store.layout
         layout = mesh.layout(self.engine.layouts, before)
         store.world.everyone.renew(rank, size, generation, join_timeout)
-        plan = transfers(_holders(before), _holders(layout), store.shares_experts)
-        migration = self._exchange(layout, plan, {}, experts)
+        plan = transfers(_holders(before), _holders(layout), store.spreads_groups)
+        migration = self._exchange(layout, plan, {}, groups)
         self._finish(before, layout, plan)
         return migration
 
@@ -358,14 +358,14 @@ class Actions:
         layout: Layout,
         plan: Sequence[Move],
         whole: Mapping[int, dict[str, Tensor]],
-        experts: Mapping[int, ExpertPlacement] | None = None,
+        groups: Mapping[int, GroupPlacement] | None = None,
     ) -> Migration:
         store = self._store
         everyone, after = store.world.everyone, _holders(layout)
 
         def take_up(arrivals: list[Arrival]) -> None:
             gone = [i for i in store.layers if everyone.rank not in after[i]]
-            self._take_up(layout, gone, whole, arrivals, experts)
+            self._take_up(layout, gone, whole, arrivals, groups)
             self._pending.renewed()
 
         return exchange(
@@ -394,7 +394,7 @@ class Actions:
         store, pipeline, data = self._store, mesh.pipeline, mesh.data
         if store.layout.sliced:
             raise ConfigError("a pipeline of slices cannot get other ranks; make another")
-        if store.shares_experts and data != store.layout.replicas:
+        if store.spreads_groups and data != store.layout.replicas:
             raise ConfigError(
                 "replicas that share experts (parallel.expert) stay as many; change the ranks of "
                 "a pipeline only"
@@ -416,7 +416,7 @@ class Actions:
         store = self._store
         # With ZeRO-1 they have the shares of all replicas, which must still be here. Replicas that
         # share experts keep their own part each.
-        return {i: store.state(i, whole=not store.shares_experts) for i in sorted(store.layers)}
+        return {i: store.state(i, whole=not store.spreads_groups) for i in sorted(store.layers)}
 
     def _part(self) -> None:
         """Ends all use of the process groups on this rank."""
@@ -430,10 +430,10 @@ class Actions:
         gone: Collection[int],
         whole: Mapping[int, dict[str, Tensor]],
         arrivals: Sequence[Arrival],
-        experts: Mapping[int, ExpertPlacement] | None = None,
+        groups: Mapping[int, GroupPlacement] | None = None,
     ) -> None:
         self._programs.relower()
-        self._store.reshaped(layout, gone, whole, arrivals, experts)
+        self._store.reshaped(layout, gone, whole, arrivals, groups)
 
     def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
         self._profiler.forget(move.layer for move in plan)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.balance.partition import Partition
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, NextMesh
@@ -120,8 +120,6 @@ def join_engine(
         grant.generation,
         NextMesh(*grant.shape, Partition(grant.layers), grant.microbatches),
         join_timeout=options.elastic.join_timeout,
-        experts={
-            layer: ExpertPlacement(holders, options.expert) for layer, holders in grant.experts
-        },
+        groups={layer: GroupPlacement(holders, options.expert) for layer, holders in grant.groups},
     )
     return engine

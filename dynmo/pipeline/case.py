@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
@@ -68,6 +68,31 @@ class Collective(Protocol):
 
         `sum` counts the first replica alone. Give integers, so that the sum is the same for any
         number of replicas.
+        """
+        ...
+
+
+class Spread(Protocol):
+    """The groups of grouped linears that replicas share."""
+
+    @property
+    def place(self) -> int:
+        """This rank's place among the replicas that share groups."""
+        ...
+
+    @property
+    def placements(self) -> Mapping[int, GroupPlacement]:
+        """The groups that each of these replicas holds, by layer."""
+        ...
+
+    def move(self, placements: Mapping[int, GroupPlacement]) -> int:
+        """Moves groups between replicas, with their optimizer state. All ranks call it alike.
+
+        Args:
+            placements: New ones, by layer.
+
+        Returns:
+            Bytes that all ranks received.
         """
         ...
 
@@ -123,32 +148,8 @@ class Layers(Protocol):
         ...
 
     @property
-    def expert_place(self) -> int:
-        """This rank's place among the replicas that share experts.
-
-        It is 0 without `parallel.expert`.
-        """
-        ...
-
-    @property
-    def expert_placements(self) -> Mapping[int, ExpertPlacement]:
-        """The experts that each of these replicas holds, by layer.
-
-        Empty without `parallel.expert`.
-        """
-        ...
-
-    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
-        """Moves experts between replicas, with their optimizer state.
-
-        All ranks call it alike.
-
-        Args:
-            placements: New ones, by layer.
-
-        Returns:
-            Bytes that all ranks received.
-        """
+    def spread(self) -> Spread | None:
+        """The groups of weights that replicas share (`parallel.expert`). None: they share none."""
         ...
 
 

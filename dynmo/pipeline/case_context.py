@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.errors import ConfigError
 from dynmo.models.model import defined_in
 from dynmo.models.source_code import code_of
@@ -16,6 +16,7 @@ from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.spread_groups import SpreadGroups
 
 
 def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
@@ -68,11 +69,16 @@ class CaseContext(Actions):
         return self._store.moments(layer)
 
     @property
-    def expert_place(self) -> int:
-        experts = self._store.experts
-        return 0 if experts is None else experts.group.place
+    def spread(self) -> SpreadView | None:
+        return None if self._store.spread is None else SpreadView(self, self._store.spread)
 
-    @property
-    def expert_placements(self) -> Mapping[int, ExpertPlacement]:
-        experts = self._store.experts
-        return {} if experts is None else experts.placements
+
+class SpreadView:
+    """The groups of weights that replicas share, as a case sees them (`Layers.spread`)."""
+
+    def __init__(self, actions: Actions, groups: SpreadGroups) -> None:
+        self._actions, self.placements = actions, groups.placements
+        self.place = groups.sharers.place
+
+    def move(self, placements: Mapping[int, GroupPlacement]) -> int:
+        return self._actions.place_groups(placements)

@@ -33,6 +33,11 @@ class RunFacts:
     comes_again: bool | None = None
     cases: Mapping[str, CaseOptions] = field(default_factory=dict[str, "CaseOptions"])
 
+    def most_groups(self, groups: int) -> int:
+        """Returns how many of the groups of a layer's weights a replica may hold."""
+        spare = max((options.spare_groups for options in self.cases.values()), default=0)
+        return min(groups, groups // self.expert + spare)
+
     @property
     def tokens(self) -> int | None:
         """Tokens of a microbatch, if known."""
@@ -56,6 +61,12 @@ class CaseOptions(Options):
 
     name: ClassVar[str]
     turn: ClassVar[int] = 0
+
+    @property
+    def spare_groups(self) -> int:
+        """Groups of a layer's weights that a replica may hold besides its equal part."""
+        return 0
+
     changes: ClassVar[str] = ""
     chooses_tokens: ClassVar[bool] = False
 

@@ -331,7 +331,7 @@ class Elasticity:
             return tuple(range(plan.ranks))
         if self.options.expert == 1:
             return kept_ranks(nodes, plan.ranks)
-        # Replicas hold different experts, so they stay together.
+        # Replicas hold different weights, so they stay together.
         replicas = plan.shape[1]
         positions = kept_ranks(nodes[::replicas], plan.shape[0])
         return tuple(
@@ -371,7 +371,8 @@ class Elasticity:
         if self._source is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
-        experts = CaseContext(pipeline).expert_placements
+        spread = CaseContext(pipeline).spread
+        groups = {} if spread is None else spread.placements
         grants = [
             Grant(
                 rank=size + place,
@@ -386,8 +387,8 @@ class Elasticity:
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
                 microbatches=plan.mesh.microbatches,
-                experts=tuple(
-                    (layer, placement.holders) for layer, placement in sorted(experts.items())
+                groups=tuple(
+                    (layer, placement.holders) for layer, placement in sorted(groups.items())
                 ),
             )
             for place in range(newcomers)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
-from dynmo.cases.experts.case import most_experts
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, place
+from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.kernels.torch_private import FakeTensorMode
 from dynmo.models.emulated import EmulatedLayer
-from dynmo.models.experts import halves
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
@@ -38,6 +37,7 @@ from dynmo.runtime.layer.pieces import Cutter, token_pieces_of
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
+from dynmo.runtime.state.spread_groups import spreading
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit, least_limit, rank_limits
 from dynmo.schedule.op import Schedule
@@ -255,29 +255,28 @@ def _static_cost(
 ) -> LayerCost:
     """Returns the bytes that a layer keeps.
 
-    With expert parallelism these are the bytes on a replica with the most experts allowed.
+    If replicas share groups of weights, these are the bytes with the most groups allowed.
     """
     copies = options.post_validation and (options.rollback == "exact" or not groups.inverts)
-    # Each replica's rows have a gradient of their own, so experts that are spread have as many.
+    # Each replica's rows have a gradient of their own, so weights that are spread have as many.
     gradients = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
-    for half in halves(module) if options.expert > 1 else ():
-        half.hold(range(most_experts(options.facts(None, model.options, on_cuda=False))))
+    if options.expert > 1:
+        facts = options.facts(None, model.options, on_cuda=False)
+        for part in spreading(module):
+            part.hold(range(facts.most_groups(part.groups)))
     parameters = list(module.parameters())
     # The layer that owns a tied weight updates it.
     users = {name for _, (layer, name) in model.tied if layer == index}
     updated = {
         name: p for name, p in module.named_parameters() if p.requires_grad and name not in users
     }
-    # ZeRO-1 divides by the replicas all bytes that are not divided as experts (`_per_replica`).
+    # ZeRO-1 divides by the replicas all bytes that are not spread (`_per_replica`).
     times = options.replicas if options.zero and options.expert > 1 else 1
-    experts = {
-        p
-        for half in halves(module)
-        for linear in (half.gate_up, half.down)
-        for p in linear.parameters()
+    spread = {
+        p for part in module.modules() if isinstance(part, GroupedLinear) for p in part.parameters()
     }
     trained = {
-        name: gradient_bytes(p) * (times if p in experts else 1) for name, p in updated.items()
+        name: gradient_bytes(p) * (times if p in spread else 1) for name, p in updated.items()
     }
     state = sum(
         groups.state_bytes(index, name, p, trained[name] // max(1, p.numel()))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.config import Config
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_registry import make_cases
@@ -37,8 +36,7 @@ class Kept:
         self.own: Sequence[int] = range(len(modules))
         self.frozen: frozenset[int] = frozenset()
         self.collective = Alone()
-        self.expert_place = 0
-        self.expert_placements: dict[int, ExpertPlacement] = {}
+        self.spread = None
         self.tensors: dict[int, dict[str, Tensor]] = {i: {} for i in range(count)}
 
     def freeze(self, layers: Collection[int]) -> None:
@@ -55,10 +53,6 @@ class Kept:
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         pass
-
-    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
-        self.expert_placements |= placements
-        return 0
 
 
 def short_run(case: str, options: dict[str, Any], ranks: int, blocks: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ GRANT = Grant(
     costs=cost_records(COSTS),
     reference=1 / 3,
     microbatches=2,
-    experts=((1, ((0,), (0, 1))),),
+    groups=((1, ((0,), (0, 1))),),
 )
 
 

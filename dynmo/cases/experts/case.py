@@ -2,7 +2,7 @@
 
 Source: DynMo 2.2. With `model.routing = "bias"` the case also moves the bias of each expert against
 its load. With `parallel.expert` over 1 it decides which replica computes which expert
-(`dynmo.balance.expert_search`), by the counts of the last steps, never by times.
+(`dynmo.cases.experts.search`), by the counts of the last steps, never by times.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.expert_placement import ExpertPlacement
-from dynmo.balance.expert_search import place_experts
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.cases.experts import Experts
+from dynmo.cases.experts.search import loads_of, place_experts
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change, Dynamism, Layers, Signals, TokenShares, layers_that
@@ -83,24 +83,26 @@ class ExpertsCase(Dynamism):
 
     def _place(self, layers: Layers) -> Change | None:
         """Moves the experts of each layer if that evens the load of the replicas."""
-        current, ranks = layers.expert_placements, self._ranks
+        spread, ranks = layers.spread, self._ranks
+        assert spread is not None, "`parallel.expert` is over 1"
+        current = spread.placements
         indices = sorted(current)
         rows = self._by_source.total(
             layers, indices, "the load of every expert by replica", all_replicas=True
         )
-        changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
+        changed, before, after = dict[int, GroupPlacement](), 1.0, 1.0
         for index, row in zip(indices, rows, strict=True):
             sources = self._sources(row)
             placement = place_experts(
                 sources, ranks, self._most, current[index], self._options.least_gain
             )
-            before = max(before, _hottest(current[index].loads(sources)))
-            after = max(after, _hottest(placement.loads(sources)))
+            before = max(before, _hottest(loads_of(current[index], sources)))
+            after = max(after, _hottest(loads_of(placement, sources)))
             if placement != current[index] and all(map(placement.held_by, range(ranks))):
                 changed[index] = placement
         if not changed:
             return None
-        moved = layers.place_experts(changed)
+        moved = spread.move(changed)
         what = (
             f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica "
             f"x{before:.2f} of the mean, then x{after:.2f}"
@@ -124,10 +126,10 @@ class ExpertsCase(Dynamism):
             "hottest expert": [_hottest(load) for load in loads],
             "unused": [_unused(load) for load in loads],
         }
-        if self._ranks > 1:
-            placements = layers.expert_placements
+        if layers.spread is not None:
+            placements = layers.spread.placements
             shares["busiest replica"] = [
-                _hottest(placements[i].loads(each))
+                _hottest(loads_of(placements[i], each))
                 for i, each in zip(indices, sources, strict=True)
             ]
         return TokenShares(tuple(indices), shares)
@@ -172,7 +174,7 @@ class ExpertsCase(Dynamism):
             for index, load in counts_of(layers, indices, self._counted).items()
             if isinstance(load, Tensor)
         }
-        before = self._experts * layers.expert_place
+        before = 0 if layers.spread is None else self._experts * layers.spread.place
         behind = self._experts * (self._ranks - 1) - before
         by_source = {
             index: functional.pad(load, (before, behind)) for index, load in counted.items()
@@ -224,17 +226,10 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
     )
 
 
-def most_experts(run: RunFacts) -> int:
-    """Returns how many experts of a layer a replica may hold."""
-    experts, options = (run.model or ModelOptions()).experts, run.cases.get(Experts.name)
-    redundant = options.redundant if isinstance(options, Experts) else 0
-    return min(experts, experts // run.expert + redundant)
-
-
 def make(options: Experts, run: RunFacts) -> Dynamism:
     """Makes the case. `check` counts the experts of a model of the user's own."""
     model = run.model
     if model is None:
         return ExpertsCase(options, 0, 0.0, run.expert, options.redundant)
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
-    return ExpertsCase(options, model.experts, rate, run.expert, most_experts(run))
+    return ExpertsCase(options, model.experts, rate, run.expert, run.most_groups(model.experts))

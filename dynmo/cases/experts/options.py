@@ -28,6 +28,10 @@ class Experts(CaseOptions):
     def compile_ahead(cls) -> None:
         import_module("dynmo.models.experts").compile_ahead()
 
+    @property
+    def spare_groups(self) -> int:
+        return self.redundant
+
     def problems(self, run: RunFacts) -> Iterator[str]:
         model = run.model
         if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):

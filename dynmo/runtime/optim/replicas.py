@@ -13,7 +13,6 @@ from torch import nn
 
 from dynmo.models.tied import Pair
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
 from dynmo.runtime.optim.gradient_reduction import (
     Reducer,
     Shared,
@@ -24,6 +23,7 @@ from dynmo.runtime.optim.gradient_reduction import (
     squared_norms,
 )
 from dynmo.runtime.optim.optimizer import WHOLE, Share
+from dynmo.runtime.optim.spread_reduction import SpreadWeight, reduce_spread
 
 
 class Replicas:
@@ -40,8 +40,8 @@ class Replicas:
         # replica sums and updates which part.
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         self._shares: dict[int, list[Shared]] = {}
-        # Experts of each own layer that are spread over the replicas.
-        self.experts: dict[int, list[SharedExpert]] = {}
+        # Weights of each own layer that are spread over the replicas.
+        self.spread: dict[int, list[SpreadWeight]] = {}
         self._names: dict[int, list[str]] = {}
 
     @property
@@ -59,21 +59,21 @@ class Replicas:
         index: int,
         module: nn.Module,
         shared: frozenset[str],
-        experts: Sequence[SharedExpert] = (),
+        weights: Sequence[SpreadWeight] = (),
     ) -> None:
         """Takes note that this rank has a layer.
 
         Args:
             shared: Names of parameters that another layer owns.
-            experts: Experts of the layer that are spread over the replicas.
+            weights: Weights of the layer that are spread over the replicas.
         """
-        spread = {expert.name for expert in experts}
+        spread = {weight.name for weight in weights}
         self._shares[index] = (
             shares_of(module, shared, self._world.replicas, spread)
             if self._reducer is not None
             else []
         )
-        self.experts[index] = list(experts)
+        self.spread[index] = list(weights)
         self._names[index] = [
             f"{path}.{key}".lstrip(".")
             for path, part in module.named_modules()
@@ -81,7 +81,7 @@ class Replicas:
         ]
 
     def drop(self, index: int) -> None:
-        del self._shares[index], self.experts[index], self._names[index]
+        del self._shares[index], self.spread[index], self._names[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
         """Returns the function to call when the layer's last W has run, or None."""
@@ -93,10 +93,10 @@ class Replicas:
         # The sum of tied weights is made before it is cut.
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)
         everywhere = tied or not self._sharded
-        shares, experts = self._shares[index], self.experts[index]
+        shares, spread = self._shares[index], self.spread[index]
 
         def work() -> Callable[[], None]:
-            missing = reduce_experts(self._world.peers, index, experts)
+            missing = reduce_spread(self._world.peers, index, spread)
             missing += reduce_gradients(self._world.peers, index, shares, everywhere)
             return partial(drop_missing, missing)
 
@@ -104,10 +104,10 @@ class Replicas:
 
     def squared_norms(self) -> dict[int, float] | None:
         """Returns the squared norms of this rank's layers, or None if all are whole."""
-        if self._reducer is None or not (self._sharded or any(self.experts.values())):
+        if self._reducer is None or not (self._sharded or any(self.spread.values())):
             return None
         layers = {
-            index: sorted([*self._shares[index], *self.experts[index]], key=self._place(index))
+            index: sorted([*self._shares[index], *self.spread[index]], key=self._place(index))
             for index in sorted(self._shares)
         }
         return squared_norms(self._world.peers, layers)

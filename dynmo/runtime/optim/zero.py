@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dynmo.runtime.comm.headers import DTYPES, as_bytes
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.optim.expert_reduction import SharedExpert
 from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.optim.spread_reduction import SpreadWeight
 
 _BY_CODE = tuple(DTYPES.values())
 _DIMS = 8  # most dimensions of a state that is not cut
@@ -25,7 +25,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
     for key, value in state.items():
         name, _, moment = key.rpartition("/")
         if name not in optimizer.ranges:
-            continue  # of an expert that another replica holds
+            continue  # of a weight that another replica holds
         low, high = optimizer.ranges[name]
         if optimizer.whole:
             out[key] = value
@@ -36,15 +36,15 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 
 
 def whole_state(
-    peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()
+    peers: World, optimizer: LayerOptimizer, weights: Sequence[SpreadWeight] = ()
 ) -> dict[str, Tensor]:
     """Returns the whole state of a layer on all peers, which all call it."""
     own = optimizer.state()
-    if optimizer.whole and not experts:
+    if optimizer.whole and not weights:
         return own
     what = "the optimizer's state"
     # The range that this replica gives of each parameter, and a tensor like the whole.
-    spread = {expert.name: (expert.ranges[peers.rank], expert.parameter) for expert in experts}
+    spread = {weight.name: (weight.ranges[peers.rank], weight.parameter) for weight in weights}
     divided = {
         name: (given, optimizer.parameters[name])
         for name, given in optimizer.ranges.items()
@@ -88,14 +88,14 @@ def _header(tensor: Tensor | None) -> list[int]:
     return [1 + _BY_CODE.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
 
-def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:
-    """Returns the whole weights of spread experts on all peers, which all call it."""
+def whole_parameters(peers: World, weights: Sequence[SpreadWeight]) -> dict[str, Tensor]:
+    """Returns the spread weights whole on all peers, which all call it."""
     out: dict[str, Tensor] = {}
-    for expert in experts:
-        whole = torch.zeros_like(expert.parameter, requires_grad=False)
-        low, high = expert.ranges[peers.rank]
+    for weight in weights:
+        whole = torch.zeros_like(weight.parameter, requires_grad=False)
+        low, high = weight.ranges[peers.rank]
         if high > low:
-            whole.view(-1)[low:high] = expert.parameter.detach().view(-1)[low:high]
-        out[expert.name] = whole
-        peers.sum(as_bytes(whole), "the weights of experts")
+            whole.view(-1)[low:high] = weight.parameter.detach().view(-1)[low:high]
+        out[weight.name] = whole
+        peers.sum(as_bytes(whole), "the spread weights")
     return out

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.group_placement import GroupPlacement
 from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.migration import Arrival, Contents, fill
 
 if TYPE_CHECKING:
-    from dynmo.runtime.state.expert_shards import ExpertShards
+    from dynmo.runtime.state.spread_groups import SpreadGroups
 
 # Prefixes of the tensors of dynamic cases, and of `Layer.beside`, among the optimizer's state.
 _KEPT, _BESIDE = "case:", "beside:"
@@ -117,10 +117,10 @@ class LayerStore:
             self.groups.check_is_elementwise("zero = 1")
         if not is_bare:
             _check_same_groups(world, self.groups)
-        # The experts that each replica holds, with expert parallelism.
-        self.experts = (
+        # The groups that each replica holds, if replicas share them.
+        self.spread = (
             _shards(world, sharing.expert, self.modules)
-            if self.shares_experts and not is_bare
+            if self.spreads_groups and not is_bare
             else None
         )
         self.frozen = Frozen(self.modules, model.tied)
@@ -141,8 +141,8 @@ class LayerStore:
             self.tied.publish(())
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether the replicas of a stage hold parts of its experts."""
+    def spreads_groups(self) -> bool:
+        """Whether the replicas of a stage hold parts of its groups."""
         return self._sharing.expert > 1
 
     @property
@@ -176,8 +176,8 @@ class LayerStore:
         _check(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
-        experts = [] if self.experts is None else self.experts.connect(index, module)
-        self.replicas.adopt(index, module, shared, experts)
+        weights = [] if self.spread is None else self.spread.connect(index, module)
+        self.replicas.adopt(index, module, shared, weights)
         layer = self.layers[index] = Layer(
             index,
             module,
@@ -191,7 +191,7 @@ class LayerStore:
         )
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
-        spread = {expert.name for expert in experts}
+        spread = {weight.name for weight in weights}
         optimizer = self.optimizers[index] = LayerOptimizer(
             module,
             self.groups.settings,
@@ -311,32 +311,32 @@ class LayerStore:
         gone: Collection[int],
         states: Mapping[int, dict[str, Tensor]],
         arrivals: Sequence[Arrival],
-        experts: Mapping[int, ExpertPlacement] | None = None,
+        groups: Mapping[int, GroupPlacement] | None = None,
     ) -> None:
         """Takes note that the ranks are another mesh. All ranks call it together.
 
         Args:
             gone: Own layers that leave this rank.
-            states: States of the own layers that stay. They are whole, except with experts that
-                replicas share: then they are this replica's part.
-            experts: Placement of the experts, by layer, for a newcomer.
+            states: States of the own layers that stay. They are whole, unless replicas share
+                groups: then they are this replica's part.
+            groups: Placement of the groups, by layer, for a newcomer.
         """
         self.replicas.close()
         for index in gone:
             self._drop(index)
         self.world, self.layout = arrange(self.world.everyone, layout.replicas), layout
         self.generation = self.world.generation
-        if self.experts is not None:
-            self.experts.renew(self.world)
-        elif self.shares_experts:
-            self.experts = _shards(self.world, self._sharing.expert, self.modules)
-            for index, placement in (experts or {}).items():
-                self.experts.take_note(index, self.modules[index], placement)
+        if self.spread is not None:
+            self.spread.renew(self.world)
+        elif self.spreads_groups:
+            self.spread = _shards(self.world, self._sharing.expert, self.modules)
+            for index, placement in (groups or {}).items():
+                self.spread.take_note(index, self.modules[index], placement)
         self.replicas = self._new_replicas()
         arrived = {arrival.layer: self._fill(arrival) for arrival in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
-            self._adopt(index, self.modules[index], state, whole=not self.shares_experts)
+            self._adopt(index, self.modules[index], state, whole=not self.spreads_groups)
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 
@@ -398,10 +398,10 @@ class LayerStore:
         self.world = arrange(self.world.everyone, self.layout.replicas)
         self.generation = self.world.generation
         self.replicas.renew(self.world)
-        if self.experts is not None:
-            self.experts.renew(self.world)
+        if self.spread is not None:
+            self.spread.renew(self.world)
             for index in self.layers:
-                self.experts.connect(index, self.modules[index])
+                self.spread.connect(index, self.modules[index])
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 
@@ -433,45 +433,41 @@ class LayerStore:
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""
-        return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts[index])
+        return whole_state(self.world.peers, self.optimizers[index], self.replicas.spread[index])
 
     @contextmanager
     def whole(self, index: int) -> Generator[nn.Module]:
-        """Yields an own layer with all experts. All replicas enter it, in the same order."""
+        """Yields an own layer with all groups. All replicas enter it, in the same order."""
         module = self.modules[index]
-        if self.experts is None:
+        if self.spread is None:
             yield module
         else:
-            with self.experts.whole(module, self.replicas.experts[index]):
+            with self.spread.whole(module, self.replicas.spread[index]):
                 yield module
 
     def own_part(self, index: int, tensors: Contents) -> Contents:
         """Returns this replica's part of a layer that was saved whole."""
-        experts, module = self.experts, self.modules[index]
-        if experts is None:
+        spread, module = self.spread, self.modules[index]
+        if spread is None:
             return tensors
         names = {
             key: key[1].rpartition("/")[0] if key[0] == "optimizer" else key[1] for key in tensors
         }
-        return {
-            key: t for key, t in tensors.items() if not experts.is_elsewhere(module, names[key])
-        }
+        return {key: t for key, t in tensors.items() if not spread.is_elsewhere(module, names[key])}
 
-    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
-        """Moves experts between replicas, with their optimizer state. All ranks call it.
+    def place_groups(self, placements: Mapping[int, GroupPlacement]) -> int:
+        """Moves groups between replicas, with their optimizer state. All ranks call it.
 
         Returns the bytes that arrived here.
         """
-        assert self.experts is not None, (
-            "without expert parallelism every replica holds every expert"
-        )
+        assert self.spread is not None, "every replica holds every group unless replicas share them"
         moved = 0
         for index, placement in sorted(placements.items()):
             if index not in self.layers:
-                self.experts.take_note(index, self.modules[index], placement)
+                self.spread.take_note(index, self.modules[index], placement)
                 continue
             module, kept = self.modules[index], self.kept[index]
-            state, arrived = self.experts.move(
+            state, arrived = self.spread.move(
                 index, module, placement, self.optimizers[index].state()
             )
             moved += arrived
@@ -504,10 +500,10 @@ def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
 
 
-def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> ExpertShards:
-    from dynmo.runtime.state.expert_shards import ExpertShards
+def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> SpreadGroups:
+    from dynmo.runtime.state.spread_groups import SpreadGroups
 
-    return ExpertShards(world, ranks, modules)
+    return SpreadGroups(world, ranks, modules)
 
 
 def _check_same(world: World, identity: Identity) -> None:

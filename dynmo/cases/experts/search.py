@@ -15,18 +15,14 @@ each improvement lowers the loads, sorted from the largest, lexicographically.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
-from dynmo.balance.expert_placement import (
-    Counts,
-    ExpertPlacement,
-    Holders,
-    check_counts,
-    expert_moves,
-    tokens_by_holder,
-)
+from dynmo.balance.group_placement import GroupPlacement, Holders
 from dynmo.errors import PartitionError
+
+Counts = Sequence[Sequence[float]]
+"""counts[source][expert]: how many tokens of rank `source` chose `expert`."""
 
 Change = tuple[tuple[int, Holders], ...]
 """New holders of one or two experts."""
@@ -40,9 +36,9 @@ def place_experts(
     counts: Counts,
     ranks: int,
     per_rank: int,
-    current: ExpertPlacement | None = None,
+    current: GroupPlacement | None = None,
     least_gain: float = 0.05,
-) -> ExpertPlacement:
+) -> GroupPlacement:
     """Places experts so that the most loaded rank computes few tokens.
 
     The search starts twice: anew, and from `current`. The second start moves fewer experts. Its
@@ -70,9 +66,9 @@ def place_experts(
     anew = _from_scratch(counts, ranks, per_rank, enough)
     if current is None:
         return anew
-    if (current.experts, current.ranks) != (experts, ranks):
+    if (current.groups, current.ranks) != (experts, ranks):
         raise PartitionError(
-            f"a placement of {current.experts} experts on {current.ranks} ranks cannot go on "
+            f"a placement of {current.groups} experts on {current.ranks} ranks cannot go on "
             f"with {experts} on {ranks}; begin anew"
         )
     for rank in range(ranks):
@@ -82,7 +78,7 @@ def place_experts(
                 "begin anew"
             )
     near = _improve(counts, current, per_rank, enough)
-    largest, by_near, by_current = (max(x.loads(counts)) for x in (anew, near, current))
+    largest, by_near, by_current = (max(loads_of(x, counts)) for x in (anew, near, current))
     share = 1 - least_gain
     if largest >= share * by_near and len(expert_moves(current, near)) <= len(
         expert_moves(current, anew)
@@ -121,7 +117,7 @@ def _totals(counts: Counts) -> list[float]:
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
-def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> ExpertPlacement:
+def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> GroupPlacement:
     """Packs and improves for several numbers of copies.
 
     More copies make even loads easier, but leave less room for changes.
@@ -133,7 +129,7 @@ def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> E
         placement = _improve(
             counts, _pack(counts, ranks, per_rank, experts + more), per_rank, enough
         )
-        largest = max(placement.loads(counts))
+        largest = max(loads_of(placement, counts))
         if largest < least:
             best, least = placement, largest
         if least <= enough:
@@ -153,7 +149,7 @@ def _copies(totals: list[float], ranks: int, places: int) -> list[int]:
     return copies
 
 
-def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlacement:
+def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> GroupPlacement:
     experts = range(len(counts[0]))
     totals = _totals(counts)
     copies = _copies(totals, ranks, places)
@@ -172,32 +168,32 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlace
             rank = min(free, key=lambda rank: (load[rank], len(held[rank])))
             load[rank] += totals[expert] / copies[expert]
             held[rank].add(expert)
-    return ExpertPlacement(
+    return GroupPlacement(
         tuple(tuple(rank for rank in range(ranks) if expert in held[rank]) for expert in experts),
         ranks,
     )
 
 
 def _improve(
-    counts: Counts, placement: ExpertPlacement, per_rank: int, enough: float
-) -> ExpertPlacement:
+    counts: Counts, placement: GroupPlacement, per_rank: int, enough: float
+) -> GroupPlacement:
     search = _Search(counts, placement, per_rank)
     for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
         if max(search.loads) <= enough or not search.improve():
             break
-    return ExpertPlacement(tuple(search.holders), placement.ranks)
+    return GroupPlacement(tuple(search.holders), placement.ranks)
 
 
 @final
 class _Search:
-    def __init__(self, counts: Counts, placement: ExpertPlacement, per_rank: int) -> None:
+    def __init__(self, counts: Counts, placement: GroupPlacement, per_rank: int) -> None:
         self.per_rank, self.ranks = per_rank, placement.ranks
         self.holders = list(placement.holders)
         self.held = [set(placement.held_by(rank)) for rank in range(self.ranks)]
-        self._tokens = [[row[expert] for row in counts] for expert in range(placement.experts)]
+        self._tokens = [[row[expert] for row in counts] for expert in range(placement.groups)]
         self._totals = [sum(tokens) for tokens in self._tokens]
         self._known: dict[tuple[int, Holders], dict[int, float]] = {}
-        self.loads = placement.loads(counts)
+        self.loads = loads_of(placement, counts)
 
     def improve(self) -> bool:
         """Makes the change after which the largest load of the ranks concerned is least."""
@@ -298,3 +294,65 @@ class _Search:
 
 def _with(ranks: Holders, rank: int) -> Holders:
     return tuple(sorted((*ranks, rank)))
+
+
+def loads_of(placement: GroupPlacement, counts: Counts) -> list[float]:
+    """The tokens that each rank computes.
+
+    Example:
+        >>> loads_of(GroupPlacement(((0, 1), (0,), (1,)), ranks=2), [[4, 2, 1], [4, 0, 3]])
+        [6, 8]
+    """
+    check_counts(counts, placement.ranks, placement.groups)
+    loads: list[float] = [0] * placement.ranks
+    for expert, (holders, tokens) in enumerate(
+        zip(placement.holders, zip(*counts, strict=True), strict=True)
+    ):
+        for rank, share in tokens_by_holder(holders, expert, tokens).items():
+            loads[rank] += share
+    return loads
+
+
+def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
+    """Divides the tokens of an expert among its holders, as `target_of` does."""
+    if len(holders) == 1:
+        return {holders[0]: sum(tokens)}
+    shares: dict[int, float] = {rank: tokens[rank] for rank in holders}
+    others = [count for source, count in enumerate(tokens) if source not in shares]
+    copies = len(holders)
+    first = expert % copies
+    for turn, rank in enumerate((*holders[first:], *holders[:first])):
+        shares[rank] += sum(others[turn::copies])
+    return shares
+
+
+def expert_moves(old: GroupPlacement, new: GroupPlacement) -> tuple[tuple[int, int], ...]:
+    """(expert, rank) for each expert that a rank holds only in the new placement."""
+    if (old.groups, old.ranks) != (new.groups, new.ranks):
+        raise PartitionError(
+            f"{old.groups} experts on {old.ranks} ranks cannot become {new.groups} on "
+            f"{new.ranks}; keep the experts and the ranks"
+        )
+    pairs = enumerate(zip(old.holders, new.holders, strict=True))
+    return tuple(
+        (expert, rank) for expert, (before, after) in pairs for rank in after if rank not in before
+    )
+
+
+def check_counts(counts: Counts, ranks: int, experts: int) -> None:
+    """Checks that there is one row for each rank with one count for each expert."""
+    if len(counts) != ranks:
+        raise PartitionError(
+            f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"
+        )
+    for source, row in enumerate(counts):
+        if len(row) != experts:
+            raise PartitionError(
+                f"rank {source} counts {len(row)} experts, but there are {experts}; "
+                "give one count per expert"
+            )
+        if min(row) < 0 or not sum(row) < float("inf"):
+            raise PartitionError(
+                f"a count of tokens of rank {source} is negative or not finite; "
+                "give counts of 0 or more"
+            )

@@ -1,11 +1,11 @@
-"""Placement of the experts of each layer on the replicas (expert parallelism).
+"""Grouped linears whose groups are spread over replicas (expert parallelism).
 
     parallel.replicas = 2, parallel.expert = 2         replica 0            replica 1
-    an experts half with 4 experts                 norm, router         norm, router      (the same)
-                                                   experts 0, 1         experts 2, 3
+    a layer whose linears have 4 groups            norm, router         norm, router      (the same)
+                                                   groups 0, 1          groups 2, 3
 
-An expert on another replica is a parameter that is None. So nothing here trains, moves or saves it.
-Digests and checkpoints must see a whole layer. They gather its experts for as long as they read it.
+A group on another replica is a parameter that is None. So nothing here trains, moves or saves it.
+Digests and checkpoints must see a whole layer. They gather its groups for as long as they read it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.expert_placement import ExpertPlacement, even_placement
+from dynmo.balance.group_placement import GroupPlacement, even_placement
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.models.experts import halves
-from dynmo.runtime.comm.expert_group import ExpertGroup
+from dynmo.models.spreads import Spreads
+from dynmo.runtime.comm.sharers import Sharers
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.optim.expert_reduction import SharedExpert
 from dynmo.runtime.optim.optimizer import Share, cut
+from dynmo.runtime.optim.spread_reduction import SpreadWeight
 from dynmo.runtime.optim.zero import whole_parameters
-from dynmo.runtime.state.expert_moves import exchange_experts, expert_of, key_of
+from dynmo.runtime.state.group_moves import exchange_groups, group_of, key_of
 
 
-class ExpertShards:
-    """The experts of all layers, as one replica sees them."""
+class SpreadGroups:
+    """The groups of all layers, as one replica sees them.
+
+    A part of a layer spreads its groups if it has the methods of `Spreads`.
+    """
 
     def __init__(self, world: World, ranks: int, modules: Sequence[nn.Module]) -> None:
         if world.replicas % ranks:
@@ -37,82 +40,82 @@ class ExpertShards:
                 f"parallel.expert = {ranks} does not divide parallel.replicas = {world.replicas}"
             )
         self._world = world
-        self.placements: dict[int, ExpertPlacement] = {}
+        self.placements: dict[int, GroupPlacement] = {}
         for index, module in enumerate(modules):
-            counts = {half.router.experts for half in halves(module)}
+            counts = {part.groups for part in spreading(module)}
             if len(counts) > 1:
                 raise ConfigError(
-                    f"layer {index} has halves with {' and '.join(map(str, sorted(counts)))} "
-                    "experts; give each half a layer of its own"
+                    f"layer {index} has parts with {' and '.join(map(str, sorted(counts)))} "
+                    "experts; give each part a layer of its own"
                 )
-            for experts in counts:
-                if experts % ranks:
+            for groups in counts:
+                if groups % ranks:
                     raise ConfigError(
-                        f"parallel.expert = {ranks} does not divide the {experts} experts of layer "
+                        f"parallel.expert = {ranks} does not divide the {groups} experts of layer "
                         f"{index}"
                     )
-                self.placements[index] = even_placement(experts, ranks)
+                self.placements[index] = even_placement(groups, ranks)
         if not self.placements:
             raise ConfigError(
                 f"parallel.expert = {ranks}, but no layer of the model has experts; set "
                 "parallel.expert = 1"
             )
-        self.group = ExpertGroup(world, ranks)
+        self.sharers = Sharers(world, ranks)
         for index in self.placements:
             self._hold(modules[index], self.placements[index])
 
     def renew(self, world: World) -> None:
         """Goes on in other process groups, with as many replicas. All ranks call it."""
-        self._world, self.group = world, ExpertGroup(world, self.group.ranks)
+        self._world, self.sharers = world, Sharers(world, self.sharers.ranks)
 
-    def _hold(self, module: nn.Module, placement: ExpertPlacement) -> None:
-        for half in halves(module):
-            half.hold(placement.held_by(self.group.place))
+    def _hold(self, module: nn.Module, placement: GroupPlacement) -> None:
+        for part in spreading(module):
+            part.hold(placement.held_by(self.sharers.place))
 
-    def take_note(self, index: int, module: nn.Module, placement: ExpertPlacement) -> None:
+    def take_note(self, index: int, module: nn.Module, placement: GroupPlacement) -> None:
         """Takes note of another placement of a layer that other ranks hold."""
         self.placements[index] = placement
         for _, linear in _linears(module):
             like = _one_here(linear)
-            for expert in placement.held_by(self.group.place):
-                if linear.weights[expert] is None:
-                    linear._parameters[str(expert)] = nn.Parameter(
+            for group in placement.held_by(self.sharers.place):
+                if linear.weights[group] is None:
+                    linear._parameters[str(group)] = nn.Parameter(
                         torch.empty_like(like), requires_grad=like.requires_grad
                     )
         self._hold(module, placement)
 
-    def connect(self, index: int, module: nn.Module) -> list[SharedExpert]:
+    def connect(self, index: int, module: nn.Module) -> list[SpreadWeight]:
         """Has a layer of this rank compute with the other replicas."""
         placement = self.placements.get(index)
         if placement is None:
             return []
-        for half in halves(module):
-            half.spread(placement, self.group.place, self.group)
+        for part in spreading(module):
+            part.spread(placement, self.sharers.place, self.sharers)
         return [
-            expert
+            group
             for path, linear in _linears(module)
-            for expert in self._shared(path, linear, placement)
+            for group in self._shared(path, linear, placement)
         ]
 
     def _shared(
-        self, path: str, linear: GroupedLinear, placement: ExpertPlacement
-    ) -> list[SharedExpert]:
-        world, ranks = self._world, self.group.ranks
+        self, path: str, linear: GroupedLinear, placement: GroupPlacement
+    ) -> list[SpreadWeight]:
+        world, ranks = self._world, self.sharers.ranks
         like = _one_here(linear)
-        out: list[SharedExpert] = []
-        for expert, weight in enumerate(linear.weights):
+        out: list[SpreadWeight] = []
+        for group, weight in enumerate(linear.weights):
             sources = tuple(
-                self._sources(placement, expert, replica) for replica in range(world.replicas)
+                self._sources(placement, group, replica) for replica in range(world.replicas)
             )
             holders = [replica for replica, of in enumerate(sources) if of]
             ranges = [(0, 0)] * world.replicas
             for place, replica in enumerate(holders):
                 (ranges[replica],) = cut([like.numel()], Share(place, len(holders)))
-            first = self.group.number * ranks
-            copies = linear.source_gradients(expert).items()
+            first = self.sharers.number * ranks
+            copies = linear.source_gradients(group).items()
             out.append(
-                SharedExpert(
-                    name=key_of(path, expert),
+                SpreadWeight(
+                    name=key_of(path, group),
                     parameter=like if weight is None else weight,
                     ranges=tuple(ranges),
                     owned=True,
@@ -123,18 +126,18 @@ class ExpertShards:
             )
         return out
 
-    def _sources(self, placement: ExpertPlacement, expert: int, replica: int) -> tuple[int, ...]:
-        """Returns the replicas whose rows for an expert a replica computes."""
-        ranks = self.group.ranks
+    def _sources(self, placement: GroupPlacement, group: int, replica: int) -> tuple[int, ...]:
+        """Returns the replicas whose rows for a group a replica computes."""
+        ranks = self.sharers.ranks
         first, place = replica // ranks * ranks, replica % ranks
-        if place not in placement.holders[expert]:
+        if place not in placement.holders[group]:
             return ()
         return tuple(
-            first + source for source in range(ranks) if placement.target(expert, source) == place
+            first + source for source in range(ranks) if placement.target(group, source) == place
         )
 
     def is_elsewhere(self, module: nn.Module, name: str) -> bool:
-        """Returns whether a parameter belongs to an expert that another replica holds."""
+        """Returns whether a parameter belongs to a group that another replica holds."""
         path, _, key = name.rpartition(".")
         part = dict(module.named_modules()).get(path)
         return (
@@ -144,17 +147,17 @@ class ExpertShards:
         )
 
     @contextmanager
-    def whole(self, module: nn.Module, experts: Sequence[SharedExpert]) -> Generator[None]:
-        """Gives a layer all of its experts within the context. All replicas enter it."""
-        weights = whole_parameters(self._world.peers, experts)
-        absent = [expert for expert in experts if not expert.held]
+    def whole(self, module: nn.Module, groups: Sequence[SpreadWeight]) -> Generator[None]:
+        """Gives a layer all of its groups within the context. All replicas enter it."""
+        weights = whole_parameters(self._world.peers, groups)
+        absent = [group for group in groups if not group.held]
         places = [
             (module.get_submodule(path), key)
-            for path, _, key in (expert.name.rpartition(".") for expert in absent)
+            for path, _, key in (group.name.rpartition(".") for group in absent)
         ]
-        for (part, key), expert in zip(places, absent, strict=True):
+        for (part, key), group in zip(places, absent, strict=True):
             part._parameters[key] = nn.Parameter(
-                weights[expert.name], requires_grad=expert.parameter.requires_grad
+                weights[group.name], requires_grad=group.parameter.requires_grad
             )
         try:
             yield
@@ -163,36 +166,40 @@ class ExpertShards:
                 part._parameters[key] = None
 
     def move(
-        self, index: int, module: nn.Module, placement: ExpertPlacement, state: Mapping[str, Tensor]
+        self, index: int, module: nn.Module, placement: GroupPlacement, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], int]:
-        """Moves experts of an own layer between the replicas of a group. All call it.
+        """Moves groups of an own layer between replicas. All that share them call it.
 
         The layer must be connected again. Returns the new state, and the bytes that arrived here.
         """
         before, self.placements[index] = self.placements[index], placement
         linears = dict(_linears(module))
-        arrived = exchange_experts(
-            self.group, before, placement, linears, state, f"the experts of layer {index}"
+        arrived = exchange_groups(
+            self.sharers, before, placement, linears, state, f"the groups of layer {index}"
         )
         out = dict(state)
         for path, linear in linears.items():
             trains = _one_here(linear).requires_grad
-            for expert, tensors in arrived.items():
-                linear._parameters[str(expert)] = nn.Parameter(
+            for group, tensors in arrived.items():
+                linear._parameters[str(group)] = nn.Parameter(
                     tensors[path, None], requires_grad=trains
                 )
-        for expert, tensors in arrived.items():
+        for group, tensors in arrived.items():
             out |= {
-                f"{key_of(path, expert)}/{moment}": t
+                f"{key_of(path, group)}/{moment}": t
                 for (path, moment), t in tensors.items()
                 if moment is not None
             }
         self._hold(module, placement)
-        held = {None, *placement.held_by(self.group.place)}
+        held = {None, *placement.held_by(self.sharers.place)}
         out = {
-            key: t for key, t in out.items() if expert_of(key.rpartition("/")[0], linears) in held
+            key: t for key, t in out.items() if group_of(key.rpartition("/")[0], linears) in held
         }
         return out, sum(t.nbytes for tensors in arrived.values() for t in tensors.values())
+
+
+def spreading(module: nn.Module) -> list[Spreads]:
+    return [part for part in module.modules() if isinstance(part, Spreads)]
 
 
 def _one_here(linear: GroupedLinear) -> nn.Parameter:

@@ -1,9 +1,9 @@
-"""The replicas of a stage that share its experts.
+"""The replicas of a stage that share the groups of its grouped linears.
 
-They are neighbours and send each other rows.
+The replicas are neighbours and send each other rows.
 
     parallel.replicas = 4, parallel.expert = 2         replicas  0 1 | 2 3
-                                                   experts   0-3 4-7 | 0-3 4-7
+                                                   groups    0-3 4-7 | 0-3 4-7
 
 Its messages have a process group of their own. Another thread sums gradients over the replicas
 meanwhile, and collectives of one group must be in one order.
@@ -21,12 +21,12 @@ from dynmo.runtime.comm.headers import on_wire
 from dynmo.runtime.comm.world import World
 
 
-class ExpertGroup:
-    """A `dynmo.kernels.row_exchange.RowExchange` between the replicas of a group.
+class Sharers:
+    """A `dynmo.kernels.row_exchange.RowExchange` between replicas that share groups.
 
     Args:
         world: This rank's pipeline, one of the mesh. All ranks make their groups together.
-        ranks: Replicas of a group. They divide the replicas.
+        ranks: Replicas that share one set of groups. They divide the replicas.
     """
 
     def __init__(self, world: World, ranks: int) -> None:
@@ -34,7 +34,7 @@ class ExpertGroup:
             tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)
         ]
         self.world = world.everyone.view(
-            groups, "the groups of replicas that share experts", apart=True
+            groups, "the replicas that share groups of weights", apart=True
         )
         self._pipeline = world
         self.place, self.ranks = self.world.rank, ranks
@@ -44,7 +44,7 @@ class ExpertGroup:
         parts = torch.tensor(list(chain(*sent)), device=self.world.device).split(
             [len(each) for each in sent]
         )
-        arrived = self._exchange(parts, taken, "the numbers of rows for the experts here")
+        arrived = self._exchange(parts, taken, "the numbers of rows for the weights here")
         numbers: list[int] = torch.cat(arrived).tolist()
         rest = iter(numbers)
         return [[next(rest) for _ in range(count)] for count in taken]
@@ -54,7 +54,7 @@ class ExpertGroup:
         width = each // flat.element_size()
         parts = flat.split([count * width for count in sent])
         arrived = torch.cat(
-            self._exchange(parts, [count * width for count in taken], "rows for the experts here")
+            self._exchange(parts, [count * width for count in taken], "rows for the weights here")
         )
         return arrived.view(rows.dtype).view(-1, rows.shape[1])
 

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo.balance.expert_placement import ExpertPlacement, even_placement
+from dynmo.balance.group_placement import GroupPlacement, even_placement
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.experts import halves
+from dynmo.models.experts import ExpertsHalf
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.runtime.comm.expert_group import ExpertGroup
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.sharers import Sharers
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
 from dynmo.runtime.optim.gradient_reduction import drop_missing
 from dynmo.runtime.optim.optimizer import Share, cut
-from dynmo.runtime.state.expert_moves import arrivals
-from dynmo.runtime.state.expert_shards import ExpertShards
+from dynmo.runtime.optim.spread_reduction import SpreadWeight, reduce_spread
+from dynmo.runtime.state.group_moves import arrivals
+from dynmo.runtime.state.spread_groups import SpreadGroups
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.combinations import mostly_matrix
@@ -40,7 +40,8 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
     held = {
         index: [expert for expert, weight in enumerate(half.gate_up.weights) if weight is not None]
         for index, (module, _) in trainer.pipeline._engine.store.own.items()
-        for half in halves(module)
+        for half in module.modules()
+        if isinstance(half, ExpertsHalf)
     }
     costs = trainer.pipeline.costs()
     return {
@@ -51,7 +52,7 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 def peer_is_late(world: World) -> list[Any]:
     """Rank 1 sends no rows: the wait of rank 0 has an end and a name."""
-    group = ExpertGroup(arrange(world, 2), 2)
+    group = Sharers(arrange(world, 2), 2)
     lose_patience(group.world)
     if world.rank == 1:
         world.store.wait(["named"])
@@ -65,7 +66,7 @@ def peer_is_late(world: World) -> list[Any]:
 
 def rows(world: World, dtype: str) -> list[list[float]]:
     """Rank r sends s + 1 rows of r to rank s. Returns what arrived."""
-    group = ExpertGroup(arrange(world, world.size), world.size)
+    group = Sharers(arrange(world, world.size), world.size)
     sent = [rank + 1 for rank in range(world.size)]
     own = torch.full((sum(sent), 2), float(world.rank), dtype=getattr(torch, dtype))
     taken = group.counts([[count] for count in sent], [1] * world.size)
@@ -76,7 +77,7 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
     """Two experts: one on replicas 0 and 2, one on replica 1. True for each correct local sum."""
     peers, size = arrange(world, 4).peers, 40_000
     spread_over: Any = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
-    experts: list[SharedExpert] = []
+    experts: list[SpreadWeight] = []
     for number, sources in enumerate(spread_over):
         holders = [replica for replica, of in enumerate(sources) if of]
         ranges = [(0, 0)] * 4
@@ -87,9 +88,9 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
             copy.grad = None if source in absent else _gradient(number, source, size)
         own = next(iter(copies.values()), nn.Parameter(torch.zeros(size)))
         experts.append(
-            SharedExpert(f"e{number}", own, tuple(ranges), True, bool(copies), copies, sources)
+            SpreadWeight(f"e{number}", own, tuple(ranges), True, bool(copies), copies, sources)
         )
-    drop_missing(reduce_experts(peers, 0, experts, bucket))
+    drop_missing(reduce_spread(peers, 0, experts, bucket))
     out: list[Any] = []
     for number, expert in enumerate(experts):
         tree = Tree()
@@ -169,7 +170,7 @@ def test_a_late_peer_is_named(pool: Pool) -> None:
 
 def test_moved_expert_comes_from_one_holder() -> None:
     before = even_placement(4, 2)
-    after = ExpertPlacement(((0, 1), (1,), (0,), (1,)), 2)
+    after = GroupPlacement(((0, 1), (1,), (0,), (1,)), 2)
     assert arrivals(before, after, 0) == [(2, 1)]
     assert arrivals(before, after, 1) == [(0, 0), (1, 0)]
 
@@ -187,4 +188,4 @@ def test_experts_that_cannot_be_shared_are_refused(modules: Any, ranks: int, exp
     if modules == "moe":
         modules = model_of(parse(tables())).build(())
     with pytest.raises(ConfigError, match=expected):
-        ExpertShards(world, ranks, modules)
+        SpreadGroups(world, ranks, modules)

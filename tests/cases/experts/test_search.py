@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance.expert_placement import ExpertPlacement, Holders, even_placement, expert_moves
-from dynmo.balance.expert_search import load_bound, place_experts
+from dynmo.balance.group_placement import GroupPlacement, Holders, even_placement
+from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
 from dynmo.errors import PartitionError
 
 many = settings(derandomize=True)
@@ -28,7 +28,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def cases_with_current(draw: st.DrawFn) -> tuple[Case, ExpertPlacement]:
+def cases_with_current(draw: st.DrawFn) -> tuple[Case, GroupPlacement]:
     """A case and any placement that it may have now."""
     case = draw(cases())
     counts, ranks, per_rank = case
@@ -42,39 +42,40 @@ def cases_with_current(draw: st.DrawFn) -> tuple[Case, ExpertPlacement]:
         for rank in ranks_of:
             free[rank] -= 1
         holders.append(tuple(ranks_of))
-    return case, ExpertPlacement(tuple(holders), ranks)
+    return case, GroupPlacement(tuple(holders), ranks)
 
 
-def check(placement: ExpertPlacement, case: Case) -> None:
+def check(placement: GroupPlacement, case: Case) -> None:
     counts, ranks, per_rank = case
-    assert (placement.experts, placement.ranks) == (len(counts[0]), ranks)
+    assert (placement.groups, placement.ranks) == (len(counts[0]), ranks)
     assert all(placement.holders), "every expert is held"
     assert all(len(placement.held_by(rank)) <= per_rank for rank in range(ranks))
-    loads = placement.loads(counts)
+    loads = loads_of(placement, counts)
     assert sum(loads) == sum(map(sum, counts)), "every token is computed once"
     assert max(loads) >= load_bound(counts, ranks, per_rank) - 1e-9
 
 
-def largest(placement: ExpertPlacement, counts: list[list[int]]) -> float:
-    return max(placement.loads(counts))
+def largest(placement: GroupPlacement, counts: list[list[int]]) -> float:
+    return max(loads_of(placement, counts))
 
 
 # -- one placement ---------------------------------------------------------------------------------
 
 
 def test_targets_and_loads_match_a_hand_computed_example():
-    placement = ExpertPlacement(((0, 2), (1,), (0, 1, 3)), ranks=4)
+    placement = GroupPlacement(((0, 2), (1,), (0, 1, 3)), ranks=4)
     assert [placement.held_by(rank) for rank in range(4)] == [(0, 2), (1, 2), (0,), (2,)]
     assert [placement.target(1, source) for source in range(4)] == [1, 1, 1, 1]
     # Ranks 0 and 2 hold expert 0 themselves. The others take the two in turn.
     assert [placement.target(0, source) for source in range(4)] == [0, 0, 2, 2]
     assert placement.target(2, 2) in (0, 1, 3)
-    assert placement.loads([[1, 0, 0], [10, 0, 0], [100, 0, 0], [1000, 5, 7]]) == [11, 5, 1100, 7]
+    counts = [[1, 0, 0], [10, 0, 0], [100, 0, 0], [1000, 5, 7]]
+    assert loads_of(placement, counts) == [11, 5, 1100, 7]
 
 
 @many
 @given(cases_with_current())
-def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, ExpertPlacement]):
+def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, GroupPlacement]):
     placement = drawn[1]
     for expert, holders in enumerate(placement.holders):
         others = {*range(placement.ranks)} - {*holders}
@@ -92,7 +93,7 @@ def test_baseline_placements_without_copies():
 
 
 def test_moves_list_the_experts_that_ranks_receive():
-    old, new = even_placement(4, 2), ExpertPlacement(((0, 1), (0,), (0,), (1,)), 2)
+    old, new = even_placement(4, 2), GroupPlacement(((0, 1), (0,), (0,), (1,)), 2)
     assert expert_moves(old, new) == ((0, 1), (2, 0))
     assert expert_moves(old, old) == ()
 
@@ -100,14 +101,14 @@ def test_moves_list_the_experts_that_ranks_receive():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: even_placement(7, 2), "7 experts do not divide over 2 ranks"),
-        (lambda: even_placement(0, 2), "0 experts do not divide"),
-        (lambda: ExpertPlacement(((0,), ()), 2), "expert 1 is held by"),
-        (lambda: ExpertPlacement(((0, 2),), 2), "ascending ranks of 0..1"),
-        (lambda: ExpertPlacement(((1, 0),), 2), "ascending"),
-        (lambda: even_placement(4, 2).loads([[1] * 4]), "1 sources for 2 ranks"),
-        (lambda: even_placement(4, 2).loads([[1] * 4, [1] * 3]), "rank 1 counts 3 experts"),
-        (lambda: even_placement(2, 2).loads([[1, 1], [1, -1]]), "negative or not finite"),
+        (lambda: even_placement(7, 2), "7 groups do not divide over 2 ranks"),
+        (lambda: even_placement(0, 2), "0 groups do not divide"),
+        (lambda: GroupPlacement(((0,), ()), 2), "expert 1 is held by"),
+        (lambda: GroupPlacement(((0, 2),), 2), "ascending ranks of 0..1"),
+        (lambda: GroupPlacement(((1, 0),), 2), "ascending"),
+        (lambda: loads_of(even_placement(4, 2), [[1] * 4]), "1 sources for 2 ranks"),
+        (lambda: loads_of(even_placement(4, 2), [[1] * 4, [1] * 3]), "rank 1 counts 3 experts"),
+        (lambda: loads_of(even_placement(2, 2), [[1, 1], [1, -1]]), "negative or not finite"),
         (lambda: place_experts([[1] * 5] * 2, 2, 2), "5 experts do not fit 2 ranks of 2"),
         (lambda: place_experts([], 2, 2), "0 experts do not fit"),
         (
@@ -115,7 +116,7 @@ def test_moves_list_the_experts_that_ranks_receive():
             "a placement of 6 experts on 2 ranks",
         ),
         (
-            lambda: place_experts([[1] * 2] * 2, 2, 1, ExpertPlacement(((0, 1), (0,)), 2)),
+            lambda: place_experts([[1] * 2] * 2, 2, 1, GroupPlacement(((0, 1), (0,)), 2)),
             "rank 0 holds 2 experts, more than 1",
         ),
         (
@@ -148,7 +149,7 @@ def test_each_expert_has_a_holder_within_capacity(case: Case):
 @many
 @given(cases_with_current(), st.sampled_from([0.0, 0.05, 0.3]))
 def test_search_is_never_worse_than_the_current_placement(
-    drawn: tuple[Case, ExpertPlacement], least_gain: float
+    drawn: tuple[Case, GroupPlacement], least_gain: float
 ):
     case, current = drawn
     counts = case[0]
@@ -230,7 +231,7 @@ def optimum(case: Case) -> float:
     least = float("inf")
     for holders in product(choices, repeat=len(counts[0])):
         if all(sum(rank in ranks_of for ranks_of in holders) <= per_rank for rank in range(ranks)):
-            least = min(least, largest(ExpertPlacement(holders, ranks), counts))
+            least = min(least, largest(GroupPlacement(holders, ranks), counts))
     return least
 
 
@@ -258,10 +259,10 @@ def test_the_search_is_near_the_optimum(cases: int):
 
 @many
 @given(cases_with_current())
-def test_loads_match_the_targets(drawn: tuple[Case, ExpertPlacement]):
+def test_loads_match_the_targets(drawn: tuple[Case, GroupPlacement]):
     (counts, ranks, _), placement = drawn
     loads = [0] * ranks
     for source, row in enumerate(counts):
         for expert, tokens in enumerate(row):
             loads[placement.target(expert, source)] += tokens
-    assert placement.loads(counts) == loads
+    assert loads_of(placement, counts) == loads
