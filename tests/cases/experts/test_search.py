@@ -103,7 +103,7 @@ def test_moves_list_the_experts_that_ranks_receive():
     [
         (lambda: even_placement(7, 2), "7 groups do not divide over 2 ranks"),
         (lambda: even_placement(0, 2), "0 groups do not divide"),
-        (lambda: GroupPlacement(((0,), ()), 2), "expert 1 is held by"),
+        (lambda: GroupPlacement(((0,), ()), 2), "group 1 is held by"),
         (lambda: GroupPlacement(((0, 2),), 2), "ascending ranks of 0..1"),
         (lambda: GroupPlacement(((1, 0),), 2), "ascending"),
         (lambda: loads_of(even_placement(4, 2), [[1] * 4]), "1 sources for 2 ranks"),

@@ -107,7 +107,7 @@ def _gradient(expert: int, source: int, size: int) -> torch.Tensor:
     return draw(10 * expert + source, size)
 
 
-JOBS = "tests.runtime.state.test_expert_shards:"
+JOBS = "tests.runtime.state.test_spread_groups:"
 
 
 def tables(**parallel: int) -> dict[str, Any]:
