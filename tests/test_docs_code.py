@@ -41,7 +41,10 @@ pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
-CASES = sorted(set((ROOT / "docs" / "cases").glob("*.md")) - {ROOT / "docs" / "cases" / "index.md"})
+CASES = sorted(
+    {*(ROOT / "docs" / "cases").glob("*.md"), *(ROOT / "dynmo" / "cases").glob("*/README.md")}
+    - {ROOT / "docs" / "cases" / "index.md"}
+)
 PAGES = [
     ROOT / "README.md",
     TUTORIAL,

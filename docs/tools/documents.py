@@ -27,7 +27,11 @@ from docs.tools.result_tables import result_tables
 from dynmo.cli import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "dynmo" / "cases").glob("*/README.md")),
+]
 COMMAND = "dynmo schedule "
 
 
