@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dynmo.planner.decisions import ask_again
+from dynmo.planner.situation import DecisionRecord
 from tests.cli.runs import Done, free_port
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
@@ -61,3 +64,15 @@ def test_log_is_reported(pool: Pool, files: Path) -> None:
     done = dynmo(pool, files, 1, "report", "runs/frozen", "--json")
     (run,) = json.loads(done.out)["runs"]
     assert [phase["frozen"] for phase in run["phases"]] == [0, 1, 2, 4]
+
+
+def test_records_decide_the_same() -> None:
+    """A converter belongs here if the form of records changes."""
+    changed = list[str]()
+    for line in gzip.decompress((FIXTURES / "decisions.jsonl.gz").read_bytes()).splitlines():
+        row = json.loads(line)
+        record = DecisionRecord.from_text(json.dumps(row["record"]))
+        answer, reason = ask_again(record)
+        if json.loads(json.dumps(answer)) != record.answer:
+            changed.append(f"{row['run']} {record.kind}: {answer}, not {record.answer} ({reason})")
+    assert changed == []
