@@ -37,14 +37,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, time_layer
 from benchmarks.output import main
+from dynmo.cases.sparse_attention import hashed as kernel
+from dynmo.cases.sparse_attention.dropped import Dropped, draw_kept, plan_kept
+from dynmo.cases.sparse_attention.hashed import Hashed, hash_buckets, plan_buckets
 from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
-from dynmo.kernels import hash_attention as kernel
-from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
-from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
-from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys, take
+from dynmo.cases.sparse_attention.shared import (
+    SparseAttention,
+    dense_attention,
+    rows_of,
+    scale_keys,
+)
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
@@ -110,17 +116,19 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
     """
     start = time.thread_time()
     directions = kernel.draw_directions(HEADS, x.shape[3], hashed.buckets, hashed.seed)
-    plan = plan_buckets(hash_buckets(x, directions), hashed.buckets, hashed.tile)
+    plan = plan_buckets(hash_buckets(x, directions), hashed.buckets)
     q, k, values = (x.new_empty(plan.rows.shape[0], x.shape[3]) for _ in range(3))
     factors = x.new_empty(plan.rows.shape[0])
+    rows_x, rows_v = rows_of(x), rows_of(v)
     for chunk in plan.chunks:
-        take(x, plan.rows[chunk.places], q[chunk.places])
-        take(v, plan.rows[chunk.places], values[chunk.places])
+        torch.index_select(rows_x, 0, plan.rows[chunk.places], out=q[chunk.places])
+        torch.index_select(rows_v, 0, plan.rows[chunk.places], out=values[chunk.places])
         scale_keys(q[chunk.places], 0.125, k[chunk.places], factors[chunk.places])
     values.index_select(0, plan.places)
     middle = time.thread_time()
+    rows_v = rows_of(v)
     for chunk in plan.chunks:
-        take(v, plan.rows[chunk.places], values[chunk.places])
+        rows_v.index_select(0, plan.rows[chunk.places])
     gx, keys = x.new_empty(plan.places.shape[0], x.shape[3]), k.numpy()
     kernel._spread_x(
         q.numpy(),
@@ -182,37 +190,46 @@ def length(sequence: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def _pairs(kind: SparseAttention, both: Tensor) -> tuple[int, int]:
+    """Returns the pairs that attend, and those that the tiles compute."""
+    batch, sequence, heads, size = both.shape
+    if isinstance(kind, Hashed):
+        directions = kernel.draw_directions(heads, size, kind.buckets, kind.seed)
+        chosen = hash_buckets(both, directions)
+        lengths = functional.one_hot(chosen, kind.buckets).sum(1)
+        chunks = plan_buckets(chosen, kind.buckets).chunks
+        tiles = [
+            (chunk.buckets, each)
+            for chunk in chunks
+            for each in kernel.staircase(chunk.length - 1, kind.tile, both.dtype)
+        ]
+        pairs = int((lengths * (lengths - 1) // 2).sum())
+    else:
+        assert isinstance(kind, Dropped)
+        queries, keys = draw_kept(heads, sequence, kind.share, kind.seed)
+        plan = plan_kept(batch, sequence, queries, keys, kind.tile, both.dtype)
+        tiles = [(batch * heads, each) for each in plan.tiles]
+        pairs = batch * int(torch.searchsorted(keys, queries).sum())
+    return pairs, sum(times * (each.stop - each.start) * each.end for times, each in tiles)
+
+
 def _compare(
     medians: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor
 ) -> dict[str, Any]:
-    batch, sequence, heads, size = both.shape
-    if isinstance(kind, Hashed):
-        plan = plan_buckets(
-            hash_buckets(both, kernel.draw_directions(heads, size, kind.buckets, kind.seed)),
-            kind.buckets,
-            kind.tile,
-        )
-    else:
-        assert isinstance(kind, Dropped)
-        plan = plan_kept(
-            batch,
-            sequence,
-            *draw_kept(heads, sequence, kind.share, kind.seed),
-            kind.tile,
-            both.dtype,
-        )
+    batch, sequence, heads, _ = both.shape
+    pairs, computed = _pairs(kind, both)
     every = batch * heads * sequence * (sequence - 1) // 2
     dense = medians["dense"]
     sparse = medians[name]
     attention = medians["attention alone"]
     apart = medians[f"{name}: alone"]
-    ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
+    ideal = [d - a * (1 - pairs / every) for d, a in zip(dense, attention, strict=True)]
     whole = (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))
     result: dict[str, Any] = {
         **_fbw(sparse),
         "ideal": _fbw(ideal),
-        "pairs": plan.pairs / every,
-        "computed": plan.computed / every,
+        "pairs": pairs / every,
+        "computed": computed / every,
         "speedup": _fbw([d / s for d, s in zip(dense, sparse, strict=True)]),
         "share_of_ideal": {
             key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)
@@ -222,9 +239,9 @@ def _compare(
     over, lost = sum(sparse[:2]) - sum(ideal[:2]), dict[str, float]()
     if isinstance(kind, Hashed):
         rest = medians[f"{name}: around"]
-        part = plan.computed / every
+        part = computed / every
         lost["around"] = sum(rest[:2])
-        lost["padding"] = (plan.computed - plan.pairs) / every * sum(attention[:2])
+        lost["padding"] = (computed - pairs) / every * sum(attention[:2])
         lost["rate"] = sum(apart[:2]) - lost["around"] - part * sum(attention[:2])
         result["around"] = dict(zip("fb", rest, strict=False))
         result["rate"] = {

@@ -40,11 +40,11 @@ from benchmarks.harness import alternate, bound_of, part_medians, run_ranks, tim
 from benchmarks.output import main, markdown
 from benchmarks.savings_attention import ThreadClock
 from dynmo.cases.early_exit import EarlyExit
+from dynmo.cases.early_exit.kernels import attend_kept, merge
 from dynmo.cases.early_exit.layers import ExitAttentionHalf, ExitHead
 from dynmo.cases.mixture_of_depths import MixtureOfDepths
+from dynmo.cases.mixture_of_depths.kernels import attend_packed, select
 from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router, add_selected
-from dynmo.kernels.token_attention import attend_kept, attend_packed
-from dynmo.kernels.token_select import merge, select
 from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynmo.errors import ConfigError as ConfigError
     from dynmo.jit import jit as jit
+    from dynmo.kernels import tiled as tiled
+    from dynmo.kernels.own_loss import add_loss as add_loss
     from dynmo.kernels.packed_weight import PackedWeight as PackedWeight
+    from dynmo.kernels.seeds import case_seed as case_seed
     from dynmo.kernels.seeds import seed_forward as seed_forward
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
     from dynmo.kernels.split import accumulate_linear as accumulate_linear
     from dynmo.kernels.split import may_split as may_split
+    from dynmo.models import gpt as gpt
     from dynmo.options import BelowOne as BelowOne
     from dynmo.options import Bytes as Bytes
     from dynmo.options import Count as Count
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
     from dynmo.options import Whole as Whole
     from dynmo.options import check_ascending as check_ascending
     from dynmo.options import written as written
+    from dynmo.pipeline.case import layers_that as layers_that
     from dynmo.pipeline.case_options import CaseOptions as CaseOptions
     from dynmo.pipeline.case_options import RunFacts as RunFacts
+    from dynmo.pipeline.counts import CountingCase as CountingCase
     from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
@@ -38,6 +44,7 @@ _HOMES = {
     "CaseOptions": "dynmo.pipeline.case_options",
     "ConfigError": "dynmo.errors",
     "Count": "dynmo.options",
+    "CountingCase": "dynmo.pipeline.counts",
     "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
     "Lax": "dynmo.options",
     "Listed": "dynmo.options",
@@ -49,10 +56,15 @@ _HOMES = {
     "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
     "accumulate_linear": "dynmo.kernels.split",
+    "add_loss": "dynmo.kernels.own_loss",
+    "case_seed": "dynmo.kernels.seeds",
     "check_ascending": "dynmo.options",
+    "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
+    "layers_that": "dynmo.pipeline.case",
     "may_split": "dynmo.kernels.split",
     "seed_forward": "dynmo.kernels.seeds",
+    "tiled": "dynmo.kernels.tiled",
     "written": "dynmo.options",
 }
 
@@ -62,6 +74,7 @@ __all__ = [
     "CaseOptions",
     "ConfigError",
     "Count",
+    "CountingCase",
     "FrozenPrefix",
     "Lax",
     "Listed",
@@ -73,10 +86,15 @@ __all__ = [
     "WeightTape",
     "Whole",
     "accumulate_linear",
+    "add_loss",
+    "case_seed",
     "check_ascending",
+    "gpt",
     "jit",
+    "layers_that",
     "may_split",
     "seed_forward",
+    "tiled",
     "written",
 ]
 
@@ -90,7 +108,8 @@ if not TYPE_CHECKING:
                 f"module 'dynmo.extend' has no attribute {name!r}; its names are "
                 f"{', '.join(__all__)}"
             )
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        home = importlib.import_module(_HOMES[name])
+        value = globals()[name] = getattr(home, name, home)  # some are modules
         return value
 
 

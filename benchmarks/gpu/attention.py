@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
-from dynmo.kernels.hash_attention import Hashed, draw_directions, hash_buckets
-from dynmo.kernels.shared_qk import dense_attention
+from dynmo.cases.sparse_attention.hashed import Hashed, draw_directions, hash_buckets
+from dynmo.cases.sparse_attention.shared import dense_attention
 
 BUCKETS = (16, 64)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,19 +24,9 @@ from dynmo.kernels.deferral import CaughtProducts
 from dynmo.kernels.split import splits
 from dynmo.kernels.torch_private import configure_compiler, has_cpp_compiler, has_triton
 
-Kind = TypeVar("Kind", bound=type)
-
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it
 # frozen: a dozen or two variants.
 _MOST = 64
-
-_OPAQUE: list[type] = []
-
-
-def opaque(kind: Kind) -> Kind:
-    """Decorates a class whose `__call__` the compiler must not look into, such as a kernel."""
-    _OPAQUE.append(kind)
-    return kind
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
@@ -46,7 +36,8 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     for child in module.modules():
         if splits(child) and not isinstance(child, CaughtProducts):
             _leave_out(type(child), "forward")
-    for kind in _OPAQUE:
+    # Kernels that the module calls.
+    for kind in getattr(module, "uncompiled_classes", ()):
         _leave_out(kind, "__call__")
     # torch itself causes these warnings. One comes as its compiler is imported, the other when the
     # compiler inspects the output of a linear between two parts.

@@ -21,7 +21,12 @@ class Purpose(IntEnum):
 
     INITIAL = 1
     FORWARD = 2
-    ATTENTION = 3
+    CASE = 3
+
+
+def case_seed(seed: int, layer: int, step: int) -> int:
+    """Make the seed of what a dynamic case draws for a layer at a step."""
+    return mix(seed, Purpose.CASE, layer, step)
 
 
 def mix(*keys: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.pipeline.case import Layers
+from dynmo.pipeline.case import Dynamism, Layers, TokenShares
 
 Numbers = tuple[float | Tensor, ...]
 """The counts of a layer. Tensors without dimensions stay on their device until a total is needed.
@@ -71,6 +73,62 @@ class Counts:
     def load(self, saved: list[list[float]]) -> None:
         self._own.clear()
         self._saved = saved
+
+
+class CountingCase(Dynamism):
+    """A case whose layers count tokens. It records their shares every `record_every` steps.
+
+    Args:
+        numbers: Numbers that each layer counts.
+        record_every: Steps between two records.
+    """
+
+    def __init__(self, numbers: int, record_every: int) -> None:
+        self._every, self._counts = record_every, Counts(numbers)
+        self._layers: Layers | None = None
+
+    @abstractmethod
+    def counting(self, modules: Sequence[nn.Module]) -> list[int]:
+        """Returns the layers that count. Raises ConfigError if none does."""
+        ...
+
+    @abstractmethod
+    def counted(self, module: Any) -> Numbers:
+        """Returns the counts of a layer since the last call, and sets them back to 0."""
+        ...
+
+    @abstractmethod
+    def shares(self, rows: list[list[float]]) -> Mapping[str, list[float]]:
+        """Returns the shares of tokens by their names, from the numbers of each layer."""
+        ...
+
+    def records(self, step: int) -> bool:
+        """Says whether shares are recorded before a step. `acts` must be true of it then."""
+        return step > 0 and step % self._every == 0
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        self.counting(modules)
+
+    def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        self._layers = layers
+        counting = self._take(layers)
+        if not self.records(step):
+            return None
+        rows = self._counts.total(layers, counting, f"the tokens that {self.name} counts")
+        return TokenShares(tuple(counting), self.shares(rows))
+
+    def _take(self, layers: Layers) -> list[int]:
+        counting = self.counting(layers.modules)
+        self._counts.add(counts_of(layers, counting, self.counted))
+        return counting
+
+    def state(self) -> dict[str, Any]:
+        return {"counts": self._counts.save(self._layers, self._take, all_replicas=False)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self._layers is not None:
+            self._take(self._layers)
+        self._counts.load(state.get("counts", []))
 
 
 def _sum(a: Numbers | Tensor, b: Numbers | Tensor) -> Numbers | Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dynmo.cases.freezing.cache import OutputCache
+from dynmo.cases.sparse_attention.hashed import Hashed
 from dynmo.errors import WaitTimeout
-from dynmo.kernels.hash_attention import Hashed
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix

@@ -11,7 +11,8 @@ from numba.core.dispatcher import Dispatcher
 
 from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
 from dynmo.cases.pruning import csr
-from dynmo.kernels import balanced_assignment, hash_attention, shared_qk
+from dynmo.cases.sparse_attention import hashed, shared
+from dynmo.kernels import balanced_assignment
 from dynmo.schedule import op_table
 from dynmo.train.compile_ahead import prepare
 
@@ -25,7 +26,7 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
 
 def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
-    layers = loops((csr, hash_attention, shared_qk))
+    layers = loops((csr, hashed, shared))
     used = {
         name
         for user in (chains, chunks)
@@ -33,7 +34,7 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
     } - RARE | {"replay", "run_clocks", "most_live", "_order"}
     others = loops((_kernels, _chunk_kernels, _replay, op_table))
     balancers = [loop for loop in others if loop.__name__ in used]
-    assert len(layers) >= 8
+    assert len(layers) >= 4
     assert {loop.__name__ for loop in balancers} == used
     prepare()
     assert all(loop.signatures for loop in loops((balanced_assignment,)))

@@ -14,6 +14,7 @@ is the loss of the outputs alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -22,14 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo import ModelOptions
+from dynmo.cases.early_exit.kernels import attend_kept, merge
 from dynmo.cases.early_exit.options import EarlyExit
-from dynmo.kernels.own_loss import add_loss
-from dynmo.kernels.split import WeightTape
-from dynmo.kernels.token_attention import attend_kept
-from dynmo.kernels.token_select import merge
-from dynmo.models.gpt import Embedding, GptLayers, Head, RotaryAttention, rotate
-from dynmo.models.model import Factory
-from dynmo.models.options import ModelOptions
+from dynmo.extend import WeightTape, add_loss, gpt
 
 Tensors = tuple[Tensor, ...]
 
@@ -68,7 +65,7 @@ class TokenState(NamedTuple):
         )
 
 
-class ExitEmbedding(Embedding):
+class ExitEmbedding(gpt.Embedding):
     """Ids and targets, int64 [microbatch, 2, sequence] -> a `TokenState`."""
 
     def forward(self, pair: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,7 +77,7 @@ class ExitEmbedding(Embedding):
         return tuple(TokenState(x, places, nothing, places[:0], targets.reshape(-1), loss))
 
 
-class ExitAttentionHalf(RotaryAttention):
+class ExitAttentionHalf(gpt.RotaryAttention):
     """Causal rotary attention of the tokens that remain to all tokens.
 
     With `keeps_state` it hands on the states before this block too, for an exit that compares them.
@@ -107,14 +104,16 @@ class ExitAttentionHalf(RotaryAttention):
         k, v = self.kv(normed).chunk(2, dim=-1)
         k, v = k.reshape(shape), v.reshape(shape)
         cosine, sine = (table[:, None].to(x.dtype) for table in (self.cosine, self.sine))
-        k = rotate(k, cosine, sine)
+        k = gpt.rotate(k, cosine, sine)
         if nothing_exited:
-            q = rotate(self.q(normed).reshape(shape), cosine, sine)
+            q = gpt.rotate(self.q(normed).reshape(shape), cosine, sine)
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         else:
             times = state.places % self.sequence
-            q = rotate(self.q(self.norm(x)).unflatten(-1, shape[2:]), cosine[times], sine[times])
+            q = gpt.rotate(
+                self.q(self.norm(x)).unflatten(-1, shape[2:]), cosine[times], sine[times]
+            )
             out = attend_kept(q, k, v, state.places)
         y = x + self.dropout(self.proj(out.reshape(x.shape)))
         after = tuple(state._replace(x=y))
@@ -227,7 +226,7 @@ class ExitHead(nn.Module):
         )
 
 
-class FinalHead(Head):
+class FinalHead(gpt.Head):
     """The head of the tokens that remain. Returns the loss."""
 
     def __init__(self, m: ModelOptions, share: float) -> None:
@@ -248,12 +247,12 @@ def loss_of_exits(output: Tensor, targets: Tensor) -> Tensor:
     return output
 
 
-def gpt_layers(options: EarlyExit, layers: GptLayers) -> GptLayers:
+def gpt_layers(options: EarlyExit, layers: gpt.GptLayers) -> gpt.GptLayers:
     """Returns the layers of a GPT whose tokens exit."""
     m = layers.model
     exits, weights = options.exits_of(m.blocks), options.loss_weights(m.blocks)
 
-    def after(block: int) -> dict[str, Factory]:
+    def after(block: int) -> dict[str, Callable[[], nn.Module]]:
         return {"exit": partial(ExitHead, m, options, block)} if block in exits else {}
 
     return replace(

@@ -24,13 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo import ModelOptions
+from dynmo.cases.mixture_of_depths.kernels import attend_packed, select
 from dynmo.cases.mixture_of_depths.options import MixtureOfDepths
-from dynmo.kernels.own_loss import add_loss
-from dynmo.kernels.split import WeightTape
-from dynmo.kernels.token_attention import attend_packed, row_lengths
-from dynmo.kernels.token_select import select
-from dynmo.models.gpt import AddingHalf, AttentionHalf, GptLayers, rotate
-from dynmo.models.options import ModelOptions
+from dynmo.extend import WeightTape, add_loss, gpt
 
 # The width of the predictor "mlp" is the stream's width divided by this.
 _PREDICTOR_SHARE = 8
@@ -106,7 +103,7 @@ class Router(nn.Module):
         return guesses.squeeze(-1) > 0
 
 
-class RoutedAttentionHalf(AttentionHalf):
+class RoutedAttentionHalf(gpt.AttentionHalf):
     """Selects tokens, and attends among them. It hands on four tensors:
 
     stream     [microbatch, sequence, hidden]
@@ -130,9 +127,11 @@ class RoutedAttentionHalf(AttentionHalf):
         )
         times = index % sequence
         cosine, sine = (table[times, None].to(x.dtype) for table in (self.cosine, self.sine))
-        fixed = self.training and not self.router.by_threshold
-        lengths = [len(index) // batch] * batch if fixed else row_lengths(index, batch, sequence)
-        out = attend_packed(rotate(q, cosine, sine), rotate(k, cosine, sine), v, lengths)
+        if self.training and not self.router.by_threshold:
+            lengths = [len(index) // batch] * batch
+        else:
+            lengths = torch.bincount(index // sequence, minlength=batch).tolist()
+        out = attend_packed(gpt.rotate(q, cosine, sine), gpt.rotate(k, cosine, sine), v, lengths)
         return (
             stream.view(x.shape),
             self.dropout(self.proj(out.reshape(-1, hidden))),
@@ -149,7 +148,7 @@ def add_selected(
     return stream.index_add(0, index, weights * (attended + added(chosen + attended))).view(x.shape)
 
 
-def gpt_layers(options: MixtureOfDepths, layers: GptLayers) -> GptLayers:
+def gpt_layers(options: MixtureOfDepths, layers: gpt.GptLayers) -> gpt.GptLayers:
     """Returns the layers of a GPT with routed blocks."""
     m = layers.model
     routed = options.routed_blocks(m.blocks)
@@ -162,7 +161,7 @@ def gpt_layers(options: MixtureOfDepths, layers: GptLayers) -> GptLayers:
     def feed_forward(block: int) -> nn.Module:
         half = layers.feed_forward(block)
         if block in routed:
-            assert isinstance(half, AddingHalf)
+            assert isinstance(half, gpt.AddingHalf)
             half.residual = add_selected
         return half
 

@@ -19,15 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from dynmo import Change, Dynamism, Forecast, Layers
 from dynmo.cases.sparse_attention import SparseAttention as SparseAttentionOptions
-from dynmo.cost.layer_cost import Forecast
-from dynmo.errors import ConfigError
-from dynmo.kernels.drop_attention import Dropped
-from dynmo.kernels.hash_attention import Hashed
-from dynmo.kernels.seeds import Purpose, mix
-from dynmo.kernels.shared_qk import SparseAttention
-from dynmo.pipeline.case import Change, Dynamism, Layers, layers_that
-from dynmo.pipeline.case_options import RunFacts
+from dynmo.cases.sparse_attention.dropped import Dropped
+from dynmo.cases.sparse_attention.hashed import Hashed
+from dynmo.cases.sparse_attention.shared import SparseAttention
+from dynmo.extend import ConfigError, RunFacts, case_seed, layers_that
 
 Blocks = Sequence[int] | None
 """Indices of blocks. None means all."""
@@ -64,7 +61,7 @@ class SparseAttentionCase(Dynamism):
         for index in self._halves:
             sparse = None
             if index in self._sparse:
-                sparse = self._kind(mix(self._seed, Purpose.ATTENTION, index, step))
+                sparse = self._kind(case_seed(self._seed, index, step))
             # A module of any class has it.
             setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010
         if before == self._sparse:
@@ -98,12 +95,13 @@ class SparseAttentionCase(Dynamism):
             then = self._wanted(at)
             # A factor is relative to the time that a layer takes now. A layer that becomes sparse
             # and dense again takes the same time as now.
-            for sparse, changing in ((True, then - before), (False, before - then)):
-                for now in (True, False):
-                    which = changing & self._sparse if now else changing - self._sparse
-                    if which:
-                        pair = (1.0, 1.0) if now == sparse else (f, b) if sparse else (1 / f, 1 / b)
-                        forecasts.append(Forecast(at, tuple(sorted(which)), *pair))
+            factors = dict[tuple[float, float], list[int]]()
+            for index in (*sorted(then - before), *sorted(before - then)):
+                sparse = index in then
+                changes = sparse != (index in self._sparse)
+                pair = (1.0, 1.0) if not changes else (f, b) if sparse else (1 / f, 1 / b)
+                factors.setdefault(pair, []).append(index)
+            forecasts += [Forecast(at, tuple(which), *pair) for pair, which in factors.items()]
             before = then
         return forecasts
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dynmo.kernels.drop_attention import Dropped
-from dynmo.kernels.hash_attention import Hashed
-from dynmo.kernels.shared_qk import SparseAttention, dense_attention
-from dynmo.models.gpt import AttentionHalf, GptLayers, rotate
+from dynmo.cases.sparse_attention.dropped import Dropped
+from dynmo.cases.sparse_attention.hashed import Hashed
+from dynmo.cases.sparse_attention.shared import SparseAttention, dense_attention
+from dynmo.extend import gpt
 
 
-class SharedAttentionHalf(AttentionHalf):
+class SharedAttentionHalf(gpt.AttentionHalf):
     """Attention with one vector as query and normalised key, which can be sparse.
 
     Attributes:
@@ -22,6 +22,7 @@ class SharedAttentionHalf(AttentionHalf):
 
     vectors = 2  # query and key in one, and the value
     sparse_attention: SparseAttention | None = None
+    uncompiled_classes = (Hashed, Dropped)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -29,11 +30,11 @@ class SharedAttentionHalf(AttentionHalf):
         both, v = pair.unbind(2)
         cosine, sine = (t[:sequence, None].to(x.dtype) for t in (self.cosine, self.sine))
         attend = self.sparse_attention or dense_attention
-        out = attend(rotate(both, cosine, sine), v)
+        out = attend(gpt.rotate(both, cosine, sine), v)
         return x + self.dropout(self.proj(out.reshape(batch, sequence, hidden)))
 
 
-def gpt_layers(layers: GptLayers) -> GptLayers:
+def gpt_layers(layers: gpt.GptLayers) -> gpt.GptLayers:
     """Returns the layers of a GPT whose attention can be sparse."""
     return replace(layers, attention=lambda block: SharedAttentionHalf(layers.model))
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from dynmo.cases.sparse_attention.case import SparseAttentionCase, expected_ratio
+from dynmo.cases.sparse_attention.dropped import Dropped
+from dynmo.cases.sparse_attention.hashed import Hashed
 from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
-from dynmo.kernels.drop_attention import Dropped
-from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change
 from dynmo.train.setup import model_of

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynmo.kernels.drop_attention import draw_kept, drop_attention, plan_kept
-from tests.kernels.attention import Shape, before, check, shapes
+from dynmo.cases.sparse_attention.dropped import draw_kept, drop_attention, plan_kept
+from tests.cases.sparse_attention.masked import Shape, before, check, shapes
 
 
 def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Tensor:
@@ -43,6 +43,6 @@ def test_draws_follow_from_the_seed(seed: int, sequence: int, dropped: float) ->
 def test_dropped_pairs_are_not_computed() -> None:
     queries, keys = draw_kept(4, 512, 0.5, 0)
     plan = plan_kept(2, 512, queries, keys, 32, torch.float32)
-    assert plan.pairs == int(seen_of_kept(2, 512, queries, keys).sum())
-    assert plan.pairs < plan.computed < 1.3 * plan.pairs
-    assert 0.2 < plan.pairs / (8 * 512 * 511 / 2) < 0.3
+    pairs = int(seen_of_kept(2, 512, queries, keys).sum())
+    assert pairs < 8 * sum((t.stop - t.start) * t.end for t in plan.tiles) < 1.3 * pairs
+    assert 0.2 < pairs / (8 * 512 * 511 / 2) < 0.3

@@ -1,6 +1,6 @@
 """Sparse causal attention with queries and keys dropped.
 
-The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but a kept query
+The method is from Pagliardini et al. 2023. It is the attention of `shared.py`, but a kept query
 at i attends only to the kept keys at j < i. A dropped query gives 0. Tiles of queries meet the keys
 up to the last that any of them sees, and a mask hides the rest:
 
@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dynmo.errors import RunError
-from dynmo.kernels.compiling import opaque
-from dynmo.kernels.shared_qk import Tile, attend, attend_backward, scale_keys, take, widened
+from dynmo.cases.sparse_attention.shared import scale_keys
+from dynmo.extend import ConfigError, tiled
 
 
 def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -42,9 +41,7 @@ class KeptPlan:
 
     queries: Tensor
     keys: Tensor
-    tiles: tuple[Tile, ...]
-    pairs: int
-    computed: int
+    tiles: tuple[tiled.Tile, ...]
 
 
 def plan_kept(
@@ -53,7 +50,7 @@ def plan_kept(
     """Find the rows of the kept positions, [heads, kept], and cut them into tiles."""
     heads = queries.shape[0]
     before = torch.searchsorted(keys, queries)  # the keys that each query sees: both ascend
-    tiles = list[Tile]()
+    tiles = list[tiled.Tile]()
     for start in range(0, queries.shape[1], tile):
         seen = before[:, start : start + tile]
         end, masked_from = int(seen.max()), int(seen.min())
@@ -63,31 +60,28 @@ def plan_kept(
             torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -1e30).repeat(batch, 1, 1)
         )
         rows = None if masked_from else (seen > 0).to(dtype)[..., None].repeat(batch, 1, 1)
-        tiles.append(Tile(start, start + seen.shape[1], end, masked_from, mask, rows))
+        tiles.append(tiled.Tile(start, start + seen.shape[1], end, masked_from, mask, rows))
     first = torch.arange(batch)[:, None, None] * sequence * heads + torch.arange(heads)[:, None]
     rows_q, rows_k = (
         (first + positions * heads).view(batch * heads, -1) for positions in (queries, keys)
     )
-    computed = batch * heads * sum((t.stop - t.start) * t.end for t in tiles)
-    return KeptPlan(rows_q, rows_k, tuple(tiles), batch * int(before.sum()), computed)
+    return KeptPlan(rows_q, rows_k, tuple(tiles))
 
 
 class _DropAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, v: Tensor, plan: KeptPlan) -> Tensor:
         ctx.plan, ctx.shape, ctx.scale = plan, x.shape, x.shape[-1] ** -0.5
-        rows_q, rows_k = plan.queries.view(-1), plan.keys.view(-1)
-        q = x.new_empty(len(rows_q), x.shape[-1])
-        k, values, sources = (x.new_empty(len(rows_k), x.shape[-1]) for _ in range(3))
-        factors = x.new_empty(len(rows_k))
-        for taken, rows, out in ((x, rows_q, q), (v, rows_k, values), (x, rows_k, sources)):
-            take(taken, rows, out)
+        rows_q, rows_k, rows_x = plan.queries.view(-1), plan.keys.view(-1), x.flatten(0, 2)
+        q, sources = rows_x.index_select(0, rows_q), rows_x.index_select(0, rows_k)
+        values = v.flatten(0, 2).index_select(0, rows_k)
+        k, factors = torch.empty_like(sources), x.new_empty(len(rows_k))
         scale_keys(sources, ctx.scale, k, factors)
         ctx.save_for_backward(q, k, factors, values)
         kept = torch.empty_like(q)
         n = plan.queries.shape[0]
         queries, keys, vectors, to = (_apart(t, n) for t in (q, k, values, kept))
-        attend(queries, keys, vectors, to, plan.tiles)
+        tiled.attend(queries, keys, vectors, to, plan.tiles)
         out = x.new_zeros(ctx.shape)
         out.view(-1, q.shape[1]).index_copy_(0, rows_q, kept)
         return out
@@ -97,11 +91,11 @@ class _DropAttention(torch.autograd.Function):
         plan: KeptPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
         n, size = plan.queries.shape[0], q.shape[1]
-        gout, gq, gk, gv = (torch.empty_like(t) for t in (q, q, k, k))
-        take(gradients[0], plan.queries.view(-1), gout)
+        gq, gk, gv = (torch.empty_like(t) for t in (q, k, k))
+        gout = gradients[0].flatten(0, 2).index_select(0, plan.queries.view(-1))
         queries, keys, vectors, g = (_apart(t, n) for t in (q, k, values, gout))
         to_q, to_k, to_v = (_apart(t, n) for t in (gq, gk, gv))
-        attend_backward(queries, keys, vectors, g, to_q, to_k, to_v, plan.tiles)
+        tiled.attend_backward(queries, keys, vectors, g, to_q, to_k, to_v, plan.tiles)
         along = (k * gk).sum(-1, keepdim=True) / ctx.scale**2
         gx, gvalues = gq.new_zeros(ctx.shape), gq.new_zeros(ctx.shape)
         gx.view(-1, size).index_copy_(0, plan.queries.view(-1), gq)
@@ -116,16 +110,15 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
     if x.device.type != "cpu":
-        raise RunError(
+        raise ConfigError(
             'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; '
             'use "hash", or train on the CPU'
         )
-    wide = widened(x)
+    wide = tiled.widened(x)
     plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, wide.dtype)
-    return cast(Tensor, _DropAttention.apply(wide, widened(v), plan)).to(x.dtype)
+    return cast(Tensor, _DropAttention.apply(wide, tiled.widened(v), plan)).to(x.dtype)
 
 
-@opaque
 @dataclass(frozen=True)
 class Dropped:
     """Attention that drops this share of the queries and keys, others in each head."""

@@ -1,6 +1,6 @@
 """Hash-sparse attention on CUDA, by Triton.
 
-It agrees with `dynmo.kernels.hash_attention` to 1e-6 in float32, values and gradients.
+It agrees with `hashed.py` to 1e-6 in float32, values and gradients.
 
 Rows are sorted by bucket (stable, so by position within one). A tile of queries meets only the
 tiles of keys from its first row's bucket on up to itself. In B a tile of keys meets the tiles of
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dynmo.errors import RunError
+from dynmo.extend import ConfigError
 
 try:
     import triton
@@ -188,9 +188,9 @@ def _width(size: int) -> int:
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, shortest: float) -> Tensor:
-    """Compute `dynmo.kernels.hash_attention.hash_attention` on CUDA."""
+    """Compute `hashed.hash_attention` on CUDA."""
     if triton is None:
-        raise RunError(
+        raise ConfigError(
             "sparse attention on CUDA needs Triton; install it, or train on the CPU "
             "(parallel.device = 'cpu')"
         )

@@ -8,16 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynmo.errors import RunError
-from dynmo.kernels import hash_attention_triton
-from dynmo.kernels.hash_attention import draw_directions, hash_attention, hash_buckets, plan_buckets
-from tests.kernels.attention import Shape, before, check, inputs, reference, run, shapes
+from dynmo.cases.sparse_attention import hashed_triton
+from dynmo.cases.sparse_attention.hashed import (
+    BucketPlan,
+    draw_directions,
+    hash_attention,
+    hash_buckets,
+    plan_buckets,
+    staircase,
+)
+from dynmo.errors import ConfigError
+from tests.cases.sparse_attention.masked import Shape, before, check, inputs, reference, run, shapes
 
 
 def seen_in_buckets(buckets: Tensor) -> Tensor:
     each = buckets.transpose(1, 2)
     batch, heads, sequence = each.shape
     return (each[..., :, None] == each[..., None, :]) & before(batch, sequence, heads)
+
+
+def computed(plan: BucketPlan, tile: int) -> int:
+    """The pairs that the tiles compute."""
+    return sum(
+        chunk.buckets * sum((each.stop - each.start) * each.end for each in tiles)
+        for chunk in plan.chunks
+        for tiles in [staircase(chunk.length - 1, tile, torch.float32)]
+    )
 
 
 @given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
@@ -32,13 +48,12 @@ def test_hashed_attention_equals_masked_dense_attention(
 
 def test_several_chunks_of_buckets_equal_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows do not fit into one chunk. Buckets have from one to dozens of rows."""
-    monkeypatch.setattr("dynmo.kernels.hash_attention._CHUNK_ROWS", 128)
+    monkeypatch.setattr("dynmo.cases.sparse_attention.hashed._CHUNK_ROWS", 128)
     shape = (1, 200, 2, 4)
     buckets = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) ** 3 * 16).long()
-    plan = plan_buckets(buckets, 16, 4)
+    plan, pairs = plan_buckets(buckets, 16), int(seen_in_buckets(buckets).sum())
     assert len(plan.chunks) > 3
-    assert plan.pairs == int(seen_in_buckets(buckets).sum())
-    assert plan.pairs < plan.computed < 1.5 * plan.pairs
+    assert pairs < computed(plan, 4) < 1.5 * pairs
     check(lambda x, v: hash_attention(x, v, buckets, 16, 4), seen_in_buckets(buckets), shape)
 
 
@@ -101,16 +116,17 @@ def test_tiles_of_other_buckets_are_skipped(tile: int, monkeypatch: pytest.Monke
     sequence, size = 512, 16
     x, v, g = inputs(1, sequence, 2, size, dtype=torch.float32)
     buckets = hash_buckets(x, draw_directions(2, size, 16, 0))
-    plan = plan_buckets(buckets, 16, tile)
+    planned = computed(plan_buckets(buckets, 16), tile)
+    pairs = int(seen_in_buckets(buckets).sum())
     x, v = x.requires_grad_(), v.requires_grad_()
     monkeypatch.setattr(torch, "bmm", counting)
     out = hash_attention(x, v, buckets, 16, tile)
-    assert done == 2 * plan.computed * size
+    assert done == 2 * planned * size
     out.backward(g)
-    assert done == 7 * plan.computed * size
+    assert done == 7 * planned * size
     dense = 2 * sequence * (sequence - 1) // 2
-    assert plan.pairs < 0.12 * dense
-    assert plan.computed < {8: 1.7, 32: 2.5}[tile] * plan.pairs
+    assert pairs < 0.12 * dense
+    assert planned < {8: 1.7, 32: 2.5}[tile] * pairs
 
 
 @pytest.mark.gpu
@@ -125,7 +141,7 @@ def test_cuda_agrees_with_the_cpu() -> None:
 
 
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_attention_triton, "triton", None)
+    monkeypatch.setattr(hashed_triton, "triton", None)
     x, v, _ = inputs(1, 4, 1, 2)
-    with pytest.raises(RunError, match="needs Triton"):
-        hash_attention_triton.hash_attention(x, v, torch.zeros(1, 4, 1, dtype=torch.int64), 1e-6)
+    with pytest.raises(ConfigError, match="needs Triton"):
+        hashed_triton.hash_attention(x, v, torch.zeros(1, 4, 1, dtype=torch.int64), 1e-6)

@@ -1,6 +1,6 @@
 """Sparse causal attention that computes only the pairs within one hash bucket.
 
-The method is from Pagliardini et al. 2023. It is the attention of `shared_qk.py`, but position i
+The method is from Pagliardini et al. 2023. It is the attention of `shared.py`, but position i
 attends only to j < i of its own bucket. The bucket of x is argmax [xR, -xR], with R random unit
 directions per head.
 
@@ -14,7 +14,6 @@ of like length are laid side by side and attended tile by tile:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -25,18 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from dynmo.jit import jit
-from dynmo.kernels.compiling import opaque
-from dynmo.kernels.shared_qk import (
-    FAST,
-    SHORTEST,
-    Tile,
-    attend,
-    attend_backward,
-    scale_keys,
-    take,
-    widened,
-)
+from dynmo.cases.sparse_attention import hashed_triton
+from dynmo.cases.sparse_attention.shared import FAST, SHORTEST, rows_of, scale_keys
+from dynmo.extend import jit, tiled
 
 # Rows of one batch of buckets: the data that a bmm reads and writes then stays in a core's cache.
 _CHUNK_ROWS = 2048
@@ -72,36 +62,10 @@ def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
     batch, sequence, heads, size = x.shape
     with torch.no_grad():
         rows = x.reshape(batch * sequence, heads, size)
-        rows = rows if x.device.type == "cuda" else widened(rows)
+        rows = rows if x.device.type == "cuda" else tiled.widened(rows)
         # In this order of factors: a product with few columns is slow.
         z = torch.bmm(directions.to(rows.dtype).mT, rows.permute(1, 2, 0))
-        if z.device.type != "cpu":
-            return torch.cat((z, -z), dim=1).argmax(1).t().reshape(batch, sequence, heads)
-        out = torch.empty(batch, sequence, heads, dtype=torch.int64)
-        _argmax(z.numpy(), out.numpy().reshape(-1, heads))
-        return out
-
-
-@jit(*FAST)
-def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
-    """Find the argmax of [z, -z]. Rows are innermost, so many are compared at once."""
-    heads, half, rows = z.shape
-    high, low = np.empty(rows, z.dtype), np.empty(rows, z.dtype)
-    highest, lowest = np.empty(rows, np.int32), np.empty(rows, np.int32)
-    for h in range(heads):
-        for row in range(rows):
-            high[row] = low[row] = z[h, 0, row]
-            highest[row] = lowest[row] = 0
-        for j in range(1, half):
-            for row in range(rows):
-                here = z[h, j, row]
-                above, below = here > high[row], here < low[row]
-                high[row] = here if above else high[row]
-                highest[row] = j if above else highest[row]
-                low[row] = here if below else low[row]
-                lowest[row] = j if below else lowest[row]
-        for row in range(rows):
-            out[row, h] = highest[row] if high[row] >= -low[row] else half + lowest[row]
+        return torch.cat((z, -z), dim=1).argmax(1).t().reshape(batch, sequence, heads)
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -118,39 +82,33 @@ class Chunk(NamedTuple):
     def places(self) -> slice:
         return slice(self.first, self.first + self.buckets * self.length)
 
-    def apart(self, x: Tensor) -> Tensor:
-        return x.view(self.buckets, self.length, -1)
-
     def of(self, x: Tensor) -> Tensor:
         """Take the chunk's part of [places, size], as [buckets, length, size]."""
-        return self.apart(x[self.places])
+        return x[self.places].view(self.buckets, self.length, -1)
 
 
-@dataclass(frozen=True)
-class BucketPlan:
+class BucketPlan(NamedTuple):
     """Places of the rows of x.
 
     Attributes:
-        rows: The row in each place. -1 is padding.
+        rows: The row in each place. Padding has the row behind the last.
         places: The place of each row.
-        pairs: Number of (query, key) pairs that attend.
-        computed: Number of pairs that the tiles compute, with masked and padded ones.
     """
 
     rows: Tensor
     places: Tensor
     chunks: tuple[Chunk, ...]
-    pairs: int
-    computed: int
 
 
-def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
+def plan_buckets(buckets: Tensor, count: int) -> BucketPlan:
     """Plan the places of all rows of buckets [batch, sequence, heads], 0..count-1."""
-    numbers = buckets.contiguous().numpy()
-    batch, _, heads = numbers.shape
-    lengths, segments = _count(numbers, count)
+    batch, _, heads = buckets.shape
+    # Each bucket of each row and head. Numbers of 16 bits are sorted faster.
+    groups = np.arange(batch * heads).reshape(batch, 1, heads) * count + buckets.numpy()
+    groups = groups.ravel().astype(np.min_scalar_type(batch * heads * count))
+    lengths = np.bincount(groups, minlength=batch * heads * count)
     longest_first = np.argsort(-lengths, kind="stable")
-    base = np.zeros(batch * heads * count, np.int64)
+    base = np.zeros(len(lengths), np.int64)
     chunks, first, at = list[Chunk](), 0, 0
     used = int(np.count_nonzero(lengths))
     ordered = lengths[longest_first].tolist()
@@ -166,65 +124,20 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
         chunks.append(Chunk(first, stop - at, length))
         first += (stop - at) * length
         at = stop
-    rows, places = np.full(first, -1, np.int64), np.empty(numbers.size, np.int64)
-    _place(segments, base, rows, places)
-    computed = sum(
-        c.buckets * sum((stop - start) * stop for start, stop in _steps(c.length - 1, tile))
-        for c in chunks
-    )
-    pairs = int((lengths * (lengths - 1) // 2).sum())
-    return BucketPlan(
-        torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks), pairs, computed
-    )
+    order = np.argsort(groups, kind="stable")
+    base -= np.cumsum(lengths) - lengths
+    sorted_places = base[groups[order]] + np.arange(len(order))
+    rows, places = np.full(first, len(order)), np.empty(len(order), np.int64)
+    rows[sorted_places], places[order] = order, sorted_places
+    return BucketPlan(torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks))
 
 
-@jit(*FAST)
-def _count(buckets: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the length of each segment (batch, head, bucket), and each row's segment."""
-    batch, sequence, heads = buckets.shape
-    lengths = np.zeros(batch * heads * count, np.int64)
-    segments = np.empty(batch * sequence * heads, np.int64)
-    row = 0
-    for b in range(batch):
-        for t in range(sequence):
-            for h in range(heads):
-                segment = (b * heads + h) * count + buckets[b, t, h]
-                segments[row] = segment
-                lengths[segment] += 1
-                row += 1
-    return lengths, segments
-
-
-@jit(*FAST)
-def _place(
-    segments: NDArray[np.int64],
-    base: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    places: NDArray[np.int64],
-) -> None:
-    """Sort stably by counting: each row takes the next place of its segment."""
-    following = base.copy()
-    for row in range(segments.shape[0]):
-        place = following[segments[row]]
-        following[segments[row]] = place + 1
-        rows[place] = row
-        places[row] = place
-
-
-def _steps(queries: int, tile: int) -> Iterator[tuple[int, int]]:
+def staircase(queries: int, tile: int, dtype: torch.dtype) -> list[tiled.Tile]:
+    """Cut queries into tiles. Query i sees keys 0..i."""
     step = tile * max(1, -(-queries // (tile * _MOST_TILES)))
-    return ((start, min(start + step, queries)) for start in range(0, queries, step))
-
-
-def _staircase(queries: int, tile: int, like: Tensor) -> list[Tile]:
-    """Query i sees keys 0..i."""
-    steps = list(_steps(queries, tile))
-    widest = max((stop - start for start, stop in steps), default=0)
-    above = torch.full((widest, widest), float("-inf"), dtype=like.dtype).triu(1)
-    return [
-        Tile(start, stop, stop, start, above[: stop - start, : stop - start])
-        for start, stop in steps
-    ]
+    above = torch.full((min(step, queries),) * 2, -torch.inf, dtype=dtype).triu(1)
+    ends = [(start, min(start + step, queries)) for start in range(0, queries, step)]
+    return [tiled.Tile(a, b, b, a, above[: b - a, : b - a]) for a, b in ends]
 
 
 # -- hashed ----------------------------------------------------------------------------------------
@@ -261,34 +174,35 @@ class _HashAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, v: Tensor, plan: BucketPlan, tile: int) -> Tensor:
         ctx.plan, ctx.tile, ctx.shape = plan, tile, x.shape
         ctx.scale = x.shape[-1] ** -0.5
-        q, k, values, out = (x.new_empty(plan.rows.shape[0], x.shape[-1]) for _ in range(4))
-        factors = x.new_empty(plan.rows.shape[0])
+        q, k, values, out = (x.new_empty(len(plan.rows), x.shape[-1]) for _ in range(4))
+        factors = x.new_empty(len(plan.rows))
         ctx.save_for_backward(q, k, factors, values)
+        rows_x, rows_v = rows_of(x), rows_of(v)
         for chunk in plan.chunks:
-            rows = plan.rows[chunk.places]
-            take(x, rows, q[chunk.places])
-            take(v, rows, values[chunk.places])
-            scale_keys(q[chunk.places], ctx.scale, k[chunk.places], factors[chunk.places])
-            tiles = _staircase(chunk.length - 1, tile, x)
+            there = chunk.places
+            torch.index_select(rows_x, 0, plan.rows[there], out=q[there])
+            torch.index_select(rows_v, 0, plan.rows[there], out=values[there])
+            scale_keys(q[there], ctx.scale, k[there], factors[there])
+            tiles = staircase(chunk.length - 1, tile, x.dtype)
             to = chunk.of(out)
             to[:, 0] = 0
-            attend(chunk.of(q)[:, 1:], chunk.of(k), chunk.of(values), to[:, 1:], tiles)
+            tiled.attend(chunk.of(q)[:, 1:], chunk.of(k), chunk.of(values), to[:, 1:], tiles)
         return out.index_select(0, plan.places).view(ctx.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         plan: BucketPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
-        gq, gk, gv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
+        gq, gk, gv = (torch.empty_like(q) for _ in range(3))
+        # 0 in the padding, so that it adds nothing.
+        gout = rows_of(gradients[0])
         for chunk in plan.chunks:
-            gout = q.new_empty(chunk.buckets * chunk.length, q.shape[1])
-            # 0 in the padding, so that it adds nothing.
-            take(gradients[0], plan.rows[chunk.places], gout)
-            queries, own_keys, vectors, to_k, to_v = (chunk.of(t) for t in (q, k, values, gk, gv))
-            g, to_q = chunk.apart(gout)[:, 1:], chunk.of(gq)
+            g = gout.index_select(0, plan.rows[chunk.places]).view(chunk.buckets, chunk.length, -1)
+            queries, own_keys, vectors, to_k, to_v = map(chunk.of, (q, k, values, gk, gv))
+            to_q = chunk.of(gq)
             to_q[:, 0] = 0
-            tiles = _staircase(chunk.length - 1, ctx.tile, q)
-            attend_backward(queries[:, 1:], own_keys, vectors, g, to_q[:, 1:], to_k, to_v, tiles)
+            tiles, g, to_q = staircase(chunk.length - 1, ctx.tile, q.dtype), g[:, 1:], to_q[:, 1:]
+            tiled.attend_backward(queries[:, 1:], own_keys, vectors, g, to_q, to_k, to_v, tiles)
         gx = torch.empty(plan.places.shape[0], q.shape[1], dtype=q.dtype)
         keys, places = k.numpy(), plan.places.numpy()
         unscale = keys.dtype.type(ctx.scale**-2)
@@ -298,16 +212,14 @@ class _HashAttention(torch.autograd.Function):
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
     if x.device.type == "cuda":
-        from dynmo.kernels import hash_attention_triton
-
-        return hash_attention_triton.hash_attention(x, v, buckets, SHORTEST)
+        return hashed_triton.hash_attention(x, v, buckets, SHORTEST)
+    plan = plan_buckets(buckets, count)
     return cast(
         Tensor,
-        _HashAttention.apply(widened(x), widened(v), plan_buckets(buckets, count, tile), tile),
+        _HashAttention.apply(tiled.widened(x), tiled.widened(v), plan, tile),
     ).to(x.dtype)
 
 
-@opaque
 @dataclass(frozen=True)
 class Hashed:
     """Attention within hash buckets. Its directions follow from the seed."""
