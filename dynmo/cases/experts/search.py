@@ -15,8 +15,8 @@ each improvement lowers the loads, sorted from the largest, lexicographically.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from dynmo.balance.group_placement import GroupPlacement, Holders
 from dynmo.errors import PartitionError
@@ -177,119 +177,80 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> GroupPlacem
 def _improve(
     counts: Counts, placement: GroupPlacement, per_rank: int, enough: float
 ) -> GroupPlacement:
-    search = _Search(counts, placement, per_rank)
-    for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
-        if max(search.loads) <= enough or not search.improve():
-            break
-    return GroupPlacement(tuple(search.holders), placement.ranks)
+    """Makes the change that relieves the busiest rank most, until none does."""
+    holders, loads = list(placement.holders), loads_of(placement, counts)
+    tokens = list(zip(*counts, strict=True))
+    shares = cache(lambda expert, ranks: tokens_by_holder(ranks, expert, tokens[expert]))
 
-
-@final
-class _Search:
-    def __init__(self, counts: Counts, placement: GroupPlacement, per_rank: int) -> None:
-        self.per_rank, self.ranks = per_rank, placement.ranks
-        self.holders = list(placement.holders)
-        self.held = [set(placement.held_by(rank)) for rank in range(self.ranks)]
-        self._tokens = [[row[expert] for row in counts] for expert in range(placement.groups)]
-        self._totals = [sum(tokens) for tokens in self._tokens]
-        self._known: dict[tuple[int, Holders], dict[int, float]] = {}
-        self.loads = loads_of(placement, counts)
-
-    def improve(self) -> bool:
-        """Makes the change after which the largest load of the ranks concerned is least."""
-        busiest = max(range(self.ranks), key=lambda rank: self.loads[rank])
-        least, best = self.loads[busiest], None
-        for at_least, change in self._changes(busiest):
-            if at_least < least and (largest := self._largest(change, busiest, least)) < least:
-                least, best = largest, change
-        if best is None:
-            return False
-        for rank, load in self._after(best).items():
-            self.loads[rank] = load
-        for expert, ranks in best:
-            for rank in self.holders[expert]:
-                self.held[rank].discard(expert)
-            for rank in ranks:
-                self.held[rank].add(expert)
-            self.holders[expert] = ranks
-        return True
-
-    def _changes(self, busiest: int) -> Iterator[tuple[float, Change]]:
-        """Changes that could relieve the busiest rank, with the load of the rank that gains.
-
-        A change is a move, a copy or a swap of one of its experts. Another expert makes room if its
-        holder is full.
-        """
-        only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
-        leaving: dict[int, list[tuple[int, Holders, Holders, float]]] = {}
-        for expert in sorted(self.held[busiest]):
-            ranks = self.holders[expert]
-            if not self.shares(expert, ranks)[busiest]:
-                continue
-            others = tuple(rank for rank in ranks if rank != busiest)
-            if others and not only:
-                yield 0, ((expert, others),)
-            for target in range(self.ranks):
-                load = self.loads[target]
-                if target in ranks or load >= self.loads[busiest]:
-                    continue
-                moved, copied = _with(others, target), _with(ranks, target)
-                by_move, by_copy = (load + self.shares(expert, x)[target] for x in (moved, copied))
-                if len(self.held[target]) < self.per_rank:
-                    yield by_copy, ((expert, copied),)
-                    if not only:
-                        yield by_move, ((expert, moved),)
-                    continue
-                if target not in leaving:
-                    leaving[target] = self._leaving(target)
-                for other, held_by, rest, leaves in leaving[target]:
-                    if rest:
-                        yield by_copy - leaves, ((expert, copied), (other, rest))
-                        if not only:
-                            yield by_move - leaves, ((expert, moved), (other, rest))
-                    if busiest not in held_by:
-                        yield by_move - leaves, ((expert, moved), (other, _with(rest, busiest)))
-
-    def _leaving(self, rank: int) -> list[tuple[int, Holders, Holders, float]]:
-        """The experts of a rank, with their holders, the other holders, and their load there."""
-        return [
-            (
-                expert,
-                self.holders[expert],
-                tuple(other for other in self.holders[expert] if other != rank),
-                self.shares(expert, self.holders[expert])[rank],
-            )
-            for expert in sorted(self.held[rank])
-        ]
-
-    def _largest(self, change: Change, busiest: int, limit: float) -> float:
-        """The largest load of the ranks that the change concerns."""
-        (expert, ranks), *rest = change
-        # Most changes are swaps of experts that have one holder each.
-        if rest and len(ranks) == 1 == len(rest[0][1]) == len(self.holders[rest[0][0]]) == len(
-            self.holders[expert]
-        ):
-            shift = self._totals[expert] - self._totals[rest[0][0]]
-            return max(self.loads[busiest] - shift, self.loads[ranks[0]] + shift)
-        after = self._after(change)
-        return max(after.values()) if busiest in after else limit
-
-    def _after(self, change: Change) -> dict[int, float]:
-        after: dict[int, float] = {}
+    def after(change: Change, limit: float) -> dict[int, float] | None:
+        """The loads of the ranks concerned. None if one reaches the limit."""
+        new: dict[int, float] = {}
         for expert, ranks in change:
-            for rank, tokens in self.shares(expert, self.holders[expert]).items():
-                after[rank] = after.get(rank, self.loads[rank]) - tokens
-            for rank, tokens in self.shares(expert, ranks).items():
-                after[rank] = after.get(rank, self.loads[rank]) + tokens
-        return after
+            for rank, share in shares(expert, holders[expert]).items():
+                new[rank] = new.get(rank, loads[rank]) - share
+            for rank, share in shares(expert, ranks).items():
+                new[rank] = new.get(rank, loads[rank]) + share
+        return new if max(new.values()) < limit else None
 
-    def shares(self, expert: int, ranks: Holders) -> dict[int, float]:
-        known = self._known.get((expert, ranks))
-        if known is None:
-            known = self._known[expert, ranks] = tokens_by_holder(
-                ranks, expert, self._tokens[expert]
-            )
-        return known
+    for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
+        least = max(loads)
+        busiest, best = loads.index(least), None
+        if least <= enough:
+            break
+        for change in _changes(holders, loads, busiest, per_rank, shares):
+            new = after(change, least)
+            if new is not None:
+                least, best = max(new.values()), (change, new)
+        if best is None:
+            break
+        for expert, ranks in best[0]:
+            holders[expert] = ranks
+        for rank, load in best[1].items():
+            loads[rank] = load
+    return GroupPlacement(tuple(holders), placement.ranks)
+
+
+def _changes(
+    holders: Sequence[Holders],
+    loads: Sequence[float],
+    busiest: int,
+    per_rank: int,
+    shares: Callable[[int, Holders], dict[int, float]],
+) -> Iterator[Change]:
+    """Moves, copies and swaps of the experts of the busiest rank.
+
+    Another expert makes room if its holder is full.
+    """
+    held = [[e for e, ranks in enumerate(holders) if rank in ranks] for rank in range(len(loads))]
+    only = len(held[busiest]) == 1  # it stays, unless another expert comes
+    for expert in held[busiest]:
+        if not shares(expert, holders[expert])[busiest]:
+            continue
+        others = _without(holders[expert], busiest)
+        if others and not only:
+            yield ((expert, others),)
+        for target in range(len(loads)):
+            if target in holders[expert] or loads[target] >= loads[busiest]:
+                continue
+            moved, copied = _with(others, target), _with(holders[expert], target)
+            to = (copied,) if only else (copied, moved)
+            if len(held[target]) < per_rank:
+                yield from (((expert, ranks),) for ranks in to)
+                continue
+            comes = min(shares(expert, ranks)[target] for ranks in (copied, moved))
+            for other in held[target]:
+                leaves = shares(other, holders[other])[target]
+                if loads[target] + comes - leaves >= loads[busiest]:
+                    continue
+                rest = _without(holders[other], target)
+                if rest:
+                    yield from (((expert, ranks), (other, rest)) for ranks in to)
+                if busiest not in holders[other]:
+                    yield (expert, moved), (other, _with(rest, busiest))
+
+
+def _without(ranks: Holders, rank: int) -> Holders:
+    return tuple(other for other in ranks if other != rank)
 
 
 def _with(ranks: Holders, rank: int) -> Holders:
