@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -37,8 +38,11 @@ class Cases:
         self._context = CaseContext(engine)
         self._samples: Sequence[Hashable] | None = None
         self.skipped = 0
-        engine.programs.frozen_prefix = self._frozen_prefix
-        engine.store.on_change = self._changed
+        self._run: RunFrozen | None = None
+        # Cases know the engine. If it held them, an unused pipeline would stay until a collection.
+        self._weak = weakref.proxy(self)
+        engine.programs.frozen_prefix = partial(Cases._frozen_prefix, self._weak)
+        engine.store.on_change = partial(Cases._changed, self._weak)
         for case in cases:
             case.check(engine.store.modules)
 
@@ -90,13 +94,14 @@ class Cases:
             self._samples = None
 
     def _frozen_prefix(self, layers: Sequence[int]) -> PrefixRunner | None:
-        runners = [(case, case.frozen_prefix(layers)) for case in self.all]
-        found = next(((case, run) for case, run in runners if run is not None), None)
-        return None if found is None else partial(self._run_frozen, *found)
+        runs = [case.frozen_prefix(layers) for case in self.all]
+        self._run = next((run for run in runs if run is not None), None)
+        return None if self._run is None else partial(Cases._run_frozen, self._weak)
 
-    def _run_frozen(self, case: Dynamism, run: RunFrozen, prefix: FrozenPrefix) -> Tensors:
+    def _run_frozen(self, prefix: FrozenPrefix) -> Tensors:
+        assert self._run is not None
         samples = None if self._samples is None else self._samples[prefix.microbatch]
-        outputs = run(prefix, samples)
+        outputs = self._run(prefix, samples)
         self.skipped += prefix.skipped
         return outputs
 
