@@ -177,17 +177,16 @@ class PruningCase(Dynamism):
     announces = True
     divides_parameters = True
 
-    def __init__(
-        self,
-        schedule: Cubic,
-        criterion: str,
-        dense_below: float | None,
-        tokens: int,
-        known: Mapping[str, float] | None = None,
-    ) -> None:
-        self._schedule, self._criterion, self._tokens = schedule, criterion, tokens
-        self._dense_below = dense_below
-        self._known = dict(known or {})
+    def __init__(self, options: Pruning, run: RunFacts) -> None:
+        steps = options.steps_of(run.steps)
+        self._schedule = Cubic(options.initial_sparsity, options.final_sparsity, *steps)
+        self._criterion, given = options.criterion, options.dense_below
+        self._tokens = _USUAL_TOKENS if run.tokens is None else run.tokens
+        # None: by shape, some of which are known before.
+        self._dense_below = given if isinstance(given, float) else None
+        if given == "auto" and not run.on_cuda:
+            self._dense_below = _DENSE_BELOW_ON_CPU
+        self._known = given if isinstance(given, dict) else {}
         self._measured = dict(self._known)
         self._sparsity = 0.0
         self._targets: tuple[int, ...] = ()
@@ -212,11 +211,8 @@ class PruningCase(Dynamism):
         modules, total = layers.modules, layers.collective.sum
         parts = {i: Candidates(modules[i], masters(i, layers)) for i in layers.own if i in targets}
         sizes = {i: sum(dense_size(linear) for _, linear in linears(modules[i])) for i in targets}
-        if self._criterion == "global":
-            keep = round((1 - wanted) * sum(sizes.values()))
-            everyone = cut(parts, keep, layers.count, total)
-        else:
-            everyone = None
+        keep = round((1 - wanted) * sum(sizes.values()))
+        everyone = cut(parts, keep, layers.count, total) if self._criterion == "global" else None
         # Columns per layer: weights before, weights after, linears, linears in sparse form.
         table = torch.zeros(layers.count, 4, dtype=torch.int64)
         for index, tensors in parts.items():
@@ -309,11 +305,4 @@ def _shape(linear: nn.Linear) -> str:
 
 
 def make(options: Pruning, run: RunFacts) -> Dynamism:
-    start, end, every = options.steps_of(run.steps)
-    schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
-    known = options.dense_below if isinstance(options.dense_below, dict) else {}
-    dense_below = options.dense_below if isinstance(options.dense_below, float) else None
-    if options.dense_below == "auto" and not run.on_cuda:
-        dense_below = _DENSE_BELOW_ON_CPU
-    tokens = _USUAL_TOKENS if run.tokens is None else run.tokens
-    return PruningCase(schedule, options.criterion, dense_below, tokens, known)
+    return PruningCase(options, run)
