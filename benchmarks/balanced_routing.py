@@ -33,8 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from benchmarks import harness
 from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
-from dynmo.kernels.balanced_assignment import sinkhorn
-from dynmo.models.experts import ExpertRouter
+from dynmo.cases.experts.routing import ExpertRouter, sinkhorn
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
 from dynmo.train.setup import model_of

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import OPTIMIZER
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.split import WeightTape
-from dynmo.models.experts import ExpertsHalf
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.harness import alternate, part_medians, run_ranks
 from benchmarks.output import main, markdown
 from benchmarks.savings_tokens import Side, function_side, layer_side
-from dynmo.models.experts import ExpertsHalf
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from dynmo.errors import ConfigError as ConfigError
     from dynmo.jit import jit as jit
     from dynmo.kernels import tiled as tiled
+    from dynmo.kernels.grouped_linear import GroupedLinear as GroupedLinear
     from dynmo.kernels.own_loss import add_loss as add_loss
     from dynmo.kernels.packed_weight import PackedWeight as PackedWeight
+    from dynmo.kernels.row_exchange import exchange_rows as exchange_rows
     from dynmo.kernels.seeds import case_seed as case_seed
     from dynmo.kernels.seeds import seed_forward as seed_forward
     from dynmo.kernels.split import SplitLinear as SplitLinear
@@ -46,6 +48,7 @@ _HOMES = {
     "Count": "dynmo.options",
     "CountingCase": "dynmo.pipeline.counts",
     "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
+    "GroupedLinear": "dynmo.kernels.grouped_linear",
     "Lax": "dynmo.options",
     "Listed": "dynmo.options",
     "NonNegative": "dynmo.options",
@@ -59,6 +62,7 @@ _HOMES = {
     "add_loss": "dynmo.kernels.own_loss",
     "case_seed": "dynmo.kernels.seeds",
     "check_ascending": "dynmo.options",
+    "exchange_rows": "dynmo.kernels.row_exchange",
     "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
     "layers_that": "dynmo.pipeline.case",
@@ -76,6 +80,7 @@ __all__ = [
     "Count",
     "CountingCase",
     "FrozenPrefix",
+    "GroupedLinear",
     "Lax",
     "Listed",
     "NonNegative",
@@ -89,6 +94,7 @@ __all__ = [
     "add_loss",
     "case_seed",
     "check_ascending",
+    "exchange_rows",
     "gpt",
     "jit",
     "layers_that",

@@ -5,10 +5,10 @@ Each problem is one line that names its keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from dynmo.balance.meshes import nearest_divisors
+from dynmo.cases import CASES
 from dynmo.config.sections import Config
 from dynmo.pipeline.option_checks import problems
 
@@ -55,30 +55,10 @@ def _batch(config: Config) -> Iterator[str]:
         yield f"{wrong}; nearest that do: {near}"
 
 
-def _experts(config: Config) -> Iterator[str]:
-    model, cases = config.model, config.dynamism.cases
-    if model.kind != "moe":
-        return
-    tokens = config.train.micro_batch * model.sequence
-    if (
-        model.capacity_factor is not None
-        and model.capacity_factor * tokens * model.top_k < model.experts
-    ):
-        least = math.ceil(10000 * model.experts / tokens / model.top_k) / 10000
-        yield (
-            f"model.capacity_factor = {model.capacity_factor} leaves an expert room for no token "
-            f"of a microbatch of {tokens}; use {least} or more"
-        )
-    if model.routing == "bias" and "experts" not in cases:
-        yield (
-            'model.routing = "bias" needs the load of the experts, which dynamism.cases = '
-            '["experts"] measures; add it'
-        )
-    if config.train.compile:
-        yield (
-            'train.compile = true with model.kind = "moe": shapes vary, and each would be '
-            "compiled anew; use compile = false"
-        )
+def _models_of_cases(config: Config) -> Iterator[str]:
+    facts = config.facts(config.layer_count, on_cuda=False)
+    for case in CASES.values():
+        yield from case.model_problems(facts)
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -114,7 +94,7 @@ _RULES: tuple[Rule, ...] = (
     _loss,
     _batch,
     _pipeline,
-    _experts,
+    _models_of_cases,
     _data,
     _cases,
 )

@@ -28,7 +28,7 @@ from dynmo.models.tied import Pair
 # Functions that make a model of options, seed and options of cases, or where they are.
 KINDS: dict[str, Callable[[ModelOptions, int, Iterable[Any]], Model] | str] = {
     "gpt": gpt.make,
-    "moe": "dynmo.models.experts:make",
+    "moe": "dynmo.cases.experts.layers:make",
     "emulated": emulated.make,
 }
 

@@ -94,6 +94,11 @@ class CaseOptions(Options):
                 "anew; use compile = false"
             )
 
+    @classmethod
+    def model_problems(cls, run: RunFacts) -> Iterator[str]:
+        """Yields why a model of the case's layers does not fit a run that may not name the case."""
+        return iter(())
+
     def gpt_layers(self, layers: Any) -> Any:
         """Returns the layers that a GPT has with this case.
 

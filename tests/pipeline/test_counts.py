@@ -11,9 +11,9 @@ import torch
 import dynmo
 from dynmo.cases.experts import Experts
 from dynmo.cases.experts.case import ExpertsCase
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.events import Event, TokensEvent
-from dynmo.models.experts import ExpertsHalf
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.counts import Counts
 from dynmo.train.setup import model_of

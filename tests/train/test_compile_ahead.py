@@ -10,9 +10,9 @@ from types import ModuleType
 from numba.core.dispatcher import Dispatcher
 
 from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
+from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
-from dynmo.kernels import balanced_assignment
 from dynmo.schedule import op_table
 from dynmo.train.compile_ahead import prepare
 
@@ -37,7 +37,7 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
     assert len(layers) >= 4
     assert {loop.__name__ for loop in balancers} == used
     prepare()
-    assert all(loop.signatures for loop in loops((balanced_assignment,)))
+    assert all(loop.signatures for loop in loops((routing,)))
     for loop in layers + balancers:
         texts = [str(signature) for signature in loop.signatures]
         assert texts, f"{loop.__name__} is not compiled"

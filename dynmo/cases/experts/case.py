@@ -222,7 +222,7 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
         lambda module: hasattr(_router(module), "load"),
         modules,
         "experts, but no layer of the model has experts; give one of your own an attribute "
-        "`router` with a `load`, as dynmo.models.experts.ExpertsHalf has",
+        "`router` with a `load`, as dynmo.cases.experts.layers.ExpertsHalf has",
     )
 
 

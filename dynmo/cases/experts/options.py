@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from typing import ClassVar
@@ -26,11 +27,35 @@ class Experts(CaseOptions):
 
     @classmethod
     def compile_ahead(cls) -> None:
-        import_module("dynmo.models.experts").compile_ahead()
+        routing = import_module(".routing", __package__)
+        routing.compile_ahead()
 
     @property
     def spare_groups(self) -> int:
         return self.redundant
+
+    @classmethod
+    def model_problems(cls, run: RunFacts) -> Iterator[str]:
+        model, tokens = run.model, run.tokens
+        if model is None or model.kind != "moe":
+            return
+        room = math.inf if model.capacity_factor is None else model.capacity_factor * model.top_k
+        if tokens is not None and room * tokens < model.experts:
+            least = math.ceil(10000 * model.experts / tokens / model.top_k) / 10000
+            yield (
+                f"model.capacity_factor = {model.capacity_factor} leaves an expert room for no "
+                f"token of a microbatch of {tokens}; use {least} or more"
+            )
+        if model.routing == "bias" and cls.name not in run.cases:
+            yield (
+                'model.routing = "bias" needs the load of the experts, which dynamism.cases = '
+                '["experts"] measures; add it'
+            )
+        if run.compiles:
+            yield (
+                'train.compile = true with model.kind = "moe": shapes vary, and each would be '
+                "compiled anew; use compile = false"
+            )
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         model = run.model

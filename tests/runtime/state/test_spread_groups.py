@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dynmo.balance.group_placement import GroupPlacement, even_placement
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.experts import ExpertsHalf
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.sharers import Sharers

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.models.experts import ExpertsHalf
 from dynmo.models.options import ModelOptions
 from dynmo.train.setup import model_of
 

@@ -1,4 +1,6 @@
-"""Tokens to experts, equally many to each (BASE layers, Lewis et al. 2021).
+"""How tokens choose experts, and how equally many tokens go to each.
+
+The balanced assignments are those of BASE layers (Lewis et al. 2021):
 
     sinkhorn   scales exp(scores) until rows and columns have equal sums. The sums are balanced. The
                largest entries of the rows need not be
@@ -10,14 +12,17 @@ Both are functions of the scores alone, with a limited number of operations.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from dynmo.jit import jit
+from dynmo import ModelOptions
+from dynmo.extend import WeightTape, add_loss, jit
 
 # The auction stops after so many bids per token. The tokens that are left take the free places in
 # order.
@@ -126,3 +131,68 @@ def auction(scores: Tensor, slack: float = 1e-3) -> Tensor:
     out = np.empty(tokens, dtype=np.int64)
     _auction(np.ascontiguousarray(table), room, slack, _MOST_BIDS * max(1, tokens), out)
     return torch.from_numpy(out).to(scores.device)
+
+
+def compile_ahead() -> None:
+    auction(torch.randn(8, 2))
+
+
+class ExpertRouter(nn.Module):
+    """Scores the experts, and chooses.
+
+    Attributes:
+        load: Tokens of each expert since it was set to 0, int64 [experts].
+    """
+
+    bias: Tensor
+    tape: WeightTape | None = None
+
+    def __init__(self, m: ModelOptions) -> None:
+        super().__init__()
+        self.experts, self.top_k, self.routing = m.experts, m.top_k, m.routing
+        self.loss_weight = m.router_loss
+        self.weight = nn.Parameter(torch.empty(m.experts, m.hidden))
+        nn.init.normal_(self.weight, std=m.init_std)
+        if m.routing == "bias":
+            self.register_buffer("bias", torch.zeros(m.experts))
+        self.load: Tensor | int = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns x, experts and weights [tokens, top_k], and the tokens of each expert."""
+        scores = functional.linear(x.float(), self.weight.float())
+        probabilities = scores.softmax(-1)
+        with torch.no_grad():
+            chosen = self._choose(scores)
+            load = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
+            load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        weights = probabilities.gather(1, chosen)
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        if self.training:
+            self.load = self.load + load
+            if self.routing == "aux-loss" and len(x):
+                share = load / chosen.numel()
+                loss = self.experts * (share * probabilities.mean(0)).sum()
+                x = add_loss(x, self.loss_weight * loss, self.tape)
+        return x, chosen, weights, load
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        routing, top_k = self.routing, self.top_k
+        if routing == "bias":
+            return (scores.sigmoid() + self.bias).topk(top_k, dim=1).indices
+        # A run of shapes only has no scores to balance.
+        if not self.training or routing == "aux-loss" or type(scores) is not Tensor:
+            return scores.topk(top_k, dim=1).indices
+        if routing == "sinkhorn":
+            return sinkhorn(scores).topk(top_k, dim=1).indices
+        # One balanced assignment after the other. A token takes each expert once. If the balance
+        # would give it an expert again, the token takes the best of the others.
+        left, choices = scores.clone(), list[Tensor]()
+        taken = torch.zeros_like(scores, dtype=torch.bool)
+        for _ in range(top_k):
+            choice = auction(left)[:, None]
+            best = scores.masked_fill(taken, -math.inf).argmax(1, keepdim=True)
+            choices.append(torch.where(taken.gather(1, choice), best, choice))
+            taken.scatter_(1, choices[-1], True)
+            left.masked_fill_(taken, -1e4)
+        return torch.cat(choices, 1)

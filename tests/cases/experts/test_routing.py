@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.kernels.balanced_assignment import auction, sinkhorn
+from dynmo.cases.experts.routing import auction, sinkhorn
 
 SLACK = 1e-3
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynmo.models.experts import ExpertsHalf
+from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.models.gpt import feed_forward_size
 from dynmo.models.options import ModelOptions
 
