@@ -127,16 +127,15 @@ class Egeria(PrefixCase):
 
     # -- measuring ---------------------------------------------------------------------------------
 
+    def _is_due(self, step: int, every: int) -> bool:
+        since = step - self._options.start
+        return since >= 0 and since % every == 0
+
     def _reads(self, step: int) -> bool:
-        return (
-            step >= self._options.start and (step - self._options.start) % self._options.every == 0
-        )
+        return self._is_due(step, self._options.every)
 
     def _refers(self, step: int) -> bool:
-        return (
-            step >= self._options.start
-            and (step - self._options.start) % self._options.refresh == 0
-        )
+        return self._is_due(step, self._options.refresh)
 
     def _watch(self, layers: Layers) -> None:
         """Keeps input and output of the next step's first microbatch."""

@@ -86,8 +86,6 @@ class Freezing(CaseOptions):
                 f"{key} freezes {most} of the model's {run.layers} layers; the last must train, so "
                 f"freeze at most {run.layers - 1}"
             )
-        if run.steps is not None:
-            yield from self._late(run.steps)
         chosen = [case.name for case in run.cases.values() if case.chooses_tokens]
         if self.policy == "egeria" and chosen:
             yield (
@@ -100,6 +98,14 @@ class Freezing(CaseOptions):
                 f"dynamism.freezing.refresh = {self.refresh}: a reference must last a window of "
                 f"{self.window} readings, one each {self.every} steps; use refresh = "
                 f"{self.window * self.every} or more"
+            )
+        elif run.steps is not None and (first := self._first_step(run.steps)) >= run.steps:
+            numbers = {"autofreeze": ["every", "start"], "egeria": ["window", "every", "start"]}
+            named = [f"{name} = {getattr(self, name)}" for name in numbers.get(self.policy, [])]
+            yield (
+                f"dynamism.freezing.{', '.join(named) or 'schedule'}: nothing can freeze before "
+                f"step {first}, but the run has {run.steps} steps; start sooner, or decide more "
+                "often"
             )
         if self.cache_bytes:
             yield from self._no_cache(run)
@@ -117,30 +123,13 @@ class Freezing(CaseOptions):
                 "dynamism.freezing.cache_bytes = 0"
             )
 
-    def _late(self, steps: int) -> Iterator[str]:
-        """Yields that nothing can freeze within the run."""
-        key = "dynamism.freezing"
-        if self.policy == "schedule" and self.schedule[0][0] >= steps:
-            yield (
-                f"{key}.schedule starts at step {self.schedule[0][0]}, but the run has {steps} "
-                "steps, so nothing would freeze; start sooner"
-            )
-        if self.policy == "autofreeze" and self.start + 2 * self.every >= steps:
-            yield (
-                f"{key}: two intervals end at step {self.start} + 2 x {self.every}, but the run "
-                f"has {steps} steps, so nothing would freeze; lower start or every"
-            )
-        if (
-            self.policy == "egeria"
-            and self.refresh >= self.window * self.every
-            and self.first_stale_step(steps) >= steps
-        ):
-            yield (
-                f"{key}.window = {self.window}: with a reading each {self.every} steps from step "
-                f"{self.start} on, and a new reference each {self.refresh}, no module can have "
-                f"been stale for a window within the run's {steps} steps, so nothing would freeze; "
-                "lower window, every or start, or refresh later"
-            )
+    def _first_step(self, steps: int) -> int:
+        """The first step before which something can freeze, or `steps` if none."""
+        if self.policy == "schedule":
+            return self.schedule[0][0] if self.schedule else 0
+        if self.policy == "autofreeze":
+            return self.start + 2 * self.every
+        return self.first_stale_step(steps)
 
     def _no_cache(self, run: RunFacts) -> Iterator[str]:
         """Yields that a frozen layer gives another output each time, or is not asked again."""
