@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from dynmo.kernels.seeds import seed_forward as seed_forward
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
-    from dynmo.kernels.split import accumulate_linear as accumulate_linear
-    from dynmo.kernels.split import may_split as may_split
     from dynmo.models import gpt as gpt
     from dynmo.options import BelowOne as BelowOne
     from dynmo.options import Bytes as Bytes
@@ -58,7 +56,6 @@ _HOMES = {
     "SplitLinear": "dynmo.kernels.split",
     "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
-    "accumulate_linear": "dynmo.kernels.split",
     "add_loss": "dynmo.kernels.own_loss",
     "case_seed": "dynmo.kernels.seeds",
     "check_ascending": "dynmo.options",
@@ -66,7 +63,6 @@ _HOMES = {
     "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
     "layers_that": "dynmo.pipeline.case",
-    "may_split": "dynmo.kernels.split",
     "seed_forward": "dynmo.kernels.seeds",
     "tiled": "dynmo.kernels.tiled",
     "written": "dynmo.options",
@@ -90,7 +86,6 @@ __all__ = [
     "SplitLinear",
     "WeightTape",
     "Whole",
-    "accumulate_linear",
     "add_loss",
     "case_seed",
     "check_ascending",
@@ -98,7 +93,6 @@ __all__ = [
     "gpt",
     "jit",
     "layers_that",
-    "may_split",
     "seed_forward",
     "tiled",
     "written",

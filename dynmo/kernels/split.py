@@ -194,27 +194,29 @@ class _LinearFunction(torch.autograd.Function):
         bias: nn.Parameter | None,
         tape: WeightTape,
         view: View | None,
+        mask: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tape, ctx.view = weight, bias, tape, view
+        ctx.weight, ctx.bias, ctx.tape, ctx.view, ctx.mask = weight, bias, tape, view, mask
         return product(x, part_of(weight, view), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), gy = ctx.saved_tensors, gradients[0]
-        weight, bias, tape, view = ctx.weight, ctx.bias, ctx.tape, ctx.view
+        weight, bias, tape, view, mask = ctx.weight, ctx.bias, ctx.tape, ctx.view, ctx.mask
         gx = torch.matmul(gy, part_of(weight, view)) if ctx.needs_input_grad[0] else None
         if not tape.takes(weight, bias):
             rows = as_rows(gy)
             gw = torch.mm(rows.t(), as_rows(x))
+            gw = gw if mask is None else gw * mask
             if view is not None:
                 whole = torch.zeros_like(weight)
                 part_of(whole, view).copy_(gw)
                 gw = whole
-            return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run
-        tape.add(partial(accumulate_linear, weight, bias, x, gy, view), x, gy)
-        return gx, None, None, None, None
+        tape.add(partial(accumulate_linear, weight, bias, x, gy, view, mask), x, gy)
+        return gx, None, None, None, None, None
 
 
 def split_linear(
@@ -223,6 +225,7 @@ def split_linear(
     bias: nn.Parameter | None,
     tape: WeightTape,
     view: View | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute functional.linear, and leave the weight's gradient on the tape.
 
@@ -230,8 +233,9 @@ def split_linear(
         x: [..., in].
         weight: [out, in], or a parameter of which `view` is such a matrix.
         bias: [out].
+        mask: Bools [out, in]. Where it is False, the weight gets no gradient. Not with a view.
     """
-    return cast(Tensor, _LinearFunction.apply(x, weight, bias, tape, view))
+    return cast(Tensor, _LinearFunction.apply(x, weight, bias, tape, view, mask))
 
 
 def accumulate_linear(
@@ -240,10 +244,13 @@ def accumulate_linear(
     x: Tensor,
     gy: Tensor,
     view: View | None = None,
+    mask: Tensor | None = None,
 ) -> None:
     """Add gy^T x to weight.grad, or to this part of it, and the sum of gy to bias.grad."""
     rows = as_rows(gy)
     add_product(weight, rows.t(), as_rows(x), view)
+    if mask is not None:
+        cast(Tensor, weight.grad).mul_(mask)
     if bias is not None and bias.requires_grad:
         add_rows(bias, rows)
 
@@ -281,10 +288,16 @@ class SplitLinear(nn.Linear):
     tape: WeightTape | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = cast(nn.Parameter, self.weight), cast("nn.Parameter | None", self.bias)
-        if self.tape is None or not weight.requires_grad or not may_split(self, input.device):
-            return super().forward(input)
-        return split_linear(input, weight, bias, self.tape)
+        return self.split_forward(input, cast(nn.Parameter, self.weight))
+
+    def split_forward(self, x: Tensor, weight: nn.Parameter, mask: Tensor | None = None) -> Tensor:
+        """Computes F. Where `mask` is False, the weight is 0 and gets no gradient."""
+        bias = cast("nn.Parameter | None", self.bias)
+        if self.tape is not None and weight.requires_grad and may_split(self, x.device):
+            return split_linear(x, weight, bias, self.tape, mask=mask)
+        trains = weight.requires_grad and torch.is_grad_enabled()
+        masked = weight if mask is None or not trains else weight * mask
+        return functional.linear(x, masked, bias)
 
 
 class _EmbeddingFunction(torch.autograd.Function):

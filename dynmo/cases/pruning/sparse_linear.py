@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dynmo import DynmoError
 from dynmo.cases.pruning.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack, wide
-from dynmo.extend import PackedWeight, SplitLinear, WeightTape, accumulate_linear, may_split
+from dynmo.extend import PackedWeight, SplitLinear, WeightTape
 
 
 class _SparseFunction(torch.autograd.Function):
@@ -138,34 +136,6 @@ class SparseLinear(PackedWeight, nn.Linear):
         return super()._apply(fn, recurse)
 
 
-class _MaskedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: MaskedLinear
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.mask, ctx.tape = weight, bias, layer.kept_mask, layer.tape
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), gy, weight, bias = ctx.saved_tensors, gradients[0], ctx.weight, ctx.bias
-        gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
-        if ctx.tape is None or not ctx.tape.takes(weight):
-            return gx, torch.mm(gy.t(), x) * ctx.mask, None if bias is None else gy.sum(0), None
-        x = x.detach()  # its graph would keep the layer's inputs until W has run
-        ctx.tape.add(partial(_accumulate_masked, weight, bias, ctx.mask, x, gy), x, gy)
-        return gx, None, None, None
-
-
-def _accumulate_masked(
-    weight: nn.Parameter, bias: nn.Parameter | None, mask: Tensor, x: Tensor, gy: Tensor
-) -> None:
-    accumulate_linear(weight, bias, x, gy)
-    assert weight.grad is not None
-    weight.grad.mul_(mask)
-
-
 class MaskedLinear(PackedWeight, SplitLinear):
     """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient."""
 
@@ -183,15 +153,7 @@ class MaskedLinear(PackedWeight, SplitLinear):
         return values
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.values("weight")
-        if not weight.requires_grad or not torch.is_grad_enabled():
-            return functional.linear(input, weight, self.bias)
-        if not may_split(self, input.device):
-            return functional.linear(input, weight * self.kept_mask, self.bias)
-        *sizes, features = input.shape
-        rows = input.reshape(prod(sizes), features)
-        y = cast(Tensor, _MaskedFunction.apply(rows, weight, self.bias, self))
-        return y.view(*sizes, self.out_features)
+        return self.split_forward(input, self.values("weight"), self.kept_mask)
 
 
 # -- pruning ---------------------------------------------------------------------------------------
