@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynmo.balance.group_placement import GroupPlacement as GroupPlacement
     from dynmo.errors import ConfigError as ConfigError
     from dynmo.jit import jit as jit
     from dynmo.kernels import tiled as tiled
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from dynmo.options import Whole as Whole
     from dynmo.options import check_ascending as check_ascending
     from dynmo.options import written as written
+    from dynmo.pipeline.case import TokenShares as TokenShares
     from dynmo.pipeline.case import layers_that as layers_that
     from dynmo.pipeline.case_options import CaseOptions as CaseOptions
     from dynmo.pipeline.case_options import RunFacts as RunFacts
     from dynmo.pipeline.counts import CountingCase as CountingCase
+    from dynmo.pipeline.counts import Counts as Counts
     from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
@@ -45,7 +48,9 @@ _HOMES = {
     "ConfigError": "dynmo.errors",
     "Count": "dynmo.options",
     "CountingCase": "dynmo.pipeline.counts",
+    "Counts": "dynmo.pipeline.counts",
     "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
+    "GroupPlacement": "dynmo.balance.group_placement",
     "GroupedLinear": "dynmo.kernels.grouped_linear",
     "Lax": "dynmo.options",
     "Listed": "dynmo.options",
@@ -54,6 +59,7 @@ _HOMES = {
     "RunFacts": "dynmo.pipeline.case_options",
     "Share": "dynmo.options",
     "SplitLinear": "dynmo.kernels.split",
+    "TokenShares": "dynmo.pipeline.case",
     "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
     "add_loss": "dynmo.kernels.own_loss",
@@ -75,7 +81,9 @@ __all__ = [
     "ConfigError",
     "Count",
     "CountingCase",
+    "Counts",
     "FrozenPrefix",
+    "GroupPlacement",
     "GroupedLinear",
     "Lax",
     "Listed",
@@ -84,6 +92,7 @@ __all__ = [
     "RunFacts",
     "Share",
     "SplitLinear",
+    "TokenShares",
     "WeightTape",
     "Whole",
     "add_loss",

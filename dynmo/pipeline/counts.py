@@ -19,15 +19,6 @@ Counted = Callable[[nn.Module], Numbers | Tensor]
 change a tensor that it has returned."""
 
 
-def counts_of(
-    layers: Layers, counting: Sequence[int], counted: Counted
-) -> dict[int, Numbers | Tensor]:
-    """Asks the layers for their counts. Call it before they move."""
-    numbers = {index: counted(layers.modules[index]) for index in counting}
-    own = set(layers.own)
-    return {index: each for index, each in numbers.items() if index in own}
-
-
 class Counts:
     """Numbers per layer, which add up until they are summed over the ranks."""
 
@@ -36,6 +27,15 @@ class Counts:
         self._own: dict[int, Numbers | Tensor] = {}
         # Sums that a checkpoint has, alike on all ranks.
         self._saved: list[list[float]] = []
+
+    @staticmethod
+    def of(
+        layers: Layers, counting: Sequence[int], counted: Counted
+    ) -> dict[int, Numbers | Tensor]:
+        """Asks the layers for their counts. Call it before they move."""
+        numbers = {index: counted(layers.modules[index]) for index in counting}
+        own = set(layers.own)
+        return {index: each for index, each in numbers.items() if index in own}
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
         for index, numbers in counted.items():
@@ -119,7 +119,7 @@ class CountingCase(Dynamism):
 
     def _take(self, layers: Layers) -> list[int]:
         counting = self.counting(layers.modules)
-        self._counts.add(counts_of(layers, counting, self.counted))
+        self._counts.add(Counts.of(layers, counting, self.counted))
         return counting
 
     def state(self) -> dict[str, Any]:

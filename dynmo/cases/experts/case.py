@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.group_placement import GroupPlacement
-from dynmo.cases.experts import Experts
+from dynmo import Change, Dynamism, Layers, ModelOptions, Signals
+from dynmo.cases.experts.options import Experts
 from dynmo.cases.experts.search import loads_of, place_experts
-from dynmo.errors import ConfigError
-from dynmo.models.options import ModelOptions
-from dynmo.pipeline.case import Change, Dynamism, Layers, Signals, TokenShares, layers_that
-from dynmo.pipeline.case_options import RunFacts
-from dynmo.pipeline.counts import Counts, Numbers, counts_of
+from dynmo.extend import ConfigError, Counts, GroupPlacement, RunFacts, TokenShares, layers_that
 
 
 @final
@@ -171,7 +167,7 @@ class ExpertsCase(Dynamism):
         """Asks this rank's layers for their counts. A layer without tokens is left out."""
         counted = {
             index: load
-            for index, load in counts_of(layers, indices, self._counted).items()
+            for index, load in Counts.of(layers, indices, self._counted).items()
             if isinstance(load, Tensor)
         }
         before = 0 if layers.spread is None else self._experts * layers.spread.place
@@ -184,7 +180,7 @@ class ExpertsCase(Dynamism):
             self._by_source.add(by_source)
         return counted
 
-    def _counted(self, module: nn.Module) -> Numbers | Tensor:
+    def _counted(self, module: nn.Module) -> tuple[()] | Tensor:
         router = _router(module)
         load, router.load = router.load, 0
         return load if isinstance(load, Tensor) else ()  # no token since the last call

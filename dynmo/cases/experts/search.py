@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
-from dynmo.balance.group_placement import GroupPlacement, Holders
-from dynmo.errors import PartitionError
+from dynmo.extend import ConfigError, GroupPlacement
 
+Holders = tuple[int, ...]
+"""Ranks that hold one expert, ascending."""
 Counts = Sequence[Sequence[float]]
 """counts[source][expert]: how many tokens of rank `source` chose `expert`."""
 
@@ -53,7 +54,7 @@ def place_experts(
         least_gain: `current` stays unless the largest load falls by more than this share.
 
     Raises:
-        PartitionError: The experts do not fit the ranks, the counts are not one row for each rank,
+        ConfigError: The experts do not fit the ranks, the counts are not one row for each rank,
             or `current` is of another group.
 
     Example:
@@ -67,13 +68,13 @@ def place_experts(
     if current is None:
         return anew
     if (current.groups, current.ranks) != (experts, ranks):
-        raise PartitionError(
+        raise ConfigError(
             f"a placement of {current.groups} experts on {current.ranks} ranks cannot go on "
             f"with {experts} on {ranks}; begin anew"
         )
     for rank in range(ranks):
         if len(current.held_by(rank)) > per_rank:
-            raise PartitionError(
+            raise ConfigError(
                 f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; "
                 "begin anew"
             )
@@ -106,7 +107,7 @@ def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
 
 def _check(counts: Counts, ranks: int, per_rank: int, experts: int) -> None:
     if not 1 <= experts <= ranks * per_rank:
-        raise PartitionError(
+        raise ConfigError(
             f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; "
             "let each rank hold more"
         )
@@ -290,7 +291,7 @@ def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> 
 def expert_moves(old: GroupPlacement, new: GroupPlacement) -> tuple[tuple[int, int], ...]:
     """(expert, rank) for each expert that a rank holds only in the new placement."""
     if (old.groups, old.ranks) != (new.groups, new.ranks):
-        raise PartitionError(
+        raise ConfigError(
             f"{old.groups} experts on {old.ranks} ranks cannot become {new.groups} on "
             f"{new.ranks}; keep the experts and the ranks"
         )
@@ -303,17 +304,17 @@ def expert_moves(old: GroupPlacement, new: GroupPlacement) -> tuple[tuple[int, i
 def check_counts(counts: Counts, ranks: int, experts: int) -> None:
     """Checks that there is one row for each rank with one count for each expert."""
     if len(counts) != ranks:
-        raise PartitionError(
+        raise ConfigError(
             f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"
         )
     for source, row in enumerate(counts):
         if len(row) != experts:
-            raise PartitionError(
+            raise ConfigError(
                 f"rank {source} counts {len(row)} experts, but there are {experts}; "
                 "give one count per expert"
             )
         if min(row) < 0 or not sum(row) < float("inf"):
-            raise PartitionError(
+            raise ConfigError(
                 f"a count of tokens of rank {source} is negative or not finite; "
                 "give counts of 0 or more"
             )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynmo.balance.group_placement import GroupPlacement, Holders, even_placement
 from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
-from dynmo.errors import PartitionError
+from dynmo.errors import InputError
 
 many = settings(derandomize=True)
 
@@ -126,7 +126,7 @@ def test_moves_list_the_experts_that_ranks_receive():
     ],
 )
 def test_bad_input_is_refused_in_one_line(make, message: str):
-    with pytest.raises(PartitionError, match=message) as error:
+    with pytest.raises(InputError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
 
