@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-LAYERS, _, PURE, _ = CONTRACTS["contracts"]
+LAYERS, _, PURE, *_ = CONTRACTS["contracts"]
 
 
 def test_every_package_has_a_layer() -> None:
