@@ -23,16 +23,10 @@ if TYPE_CHECKING:
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
     from dynmo.models import gpt as gpt
-    from dynmo.options import BelowOne as BelowOne
     from dynmo.options import Bytes as Bytes
     from dynmo.options import Count as Count
-    from dynmo.options import Lax as Lax
     from dynmo.options import Listed as Listed
-    from dynmo.options import NonNegative as NonNegative
-    from dynmo.options import Share as Share
     from dynmo.options import Whole as Whole
-    from dynmo.options import check_ascending as check_ascending
-    from dynmo.options import written as written
     from dynmo.pipeline.case import TokenShares as TokenShares
     from dynmo.pipeline.case import layers_that as layers_that
     from dynmo.pipeline.case_options import CaseOptions as CaseOptions
@@ -42,7 +36,6 @@ if TYPE_CHECKING:
     from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
-    "BelowOne": "dynmo.options",
     "Bytes": "dynmo.options",
     "CaseOptions": "dynmo.pipeline.case_options",
     "ConfigError": "dynmo.errors",
@@ -52,30 +45,24 @@ _HOMES = {
     "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
     "GroupPlacement": "dynmo.balance.group_placement",
     "GroupedLinear": "dynmo.kernels.grouped_linear",
-    "Lax": "dynmo.options",
     "Listed": "dynmo.options",
-    "NonNegative": "dynmo.options",
     "PackedWeight": "dynmo.kernels.packed_weight",
     "RunFacts": "dynmo.pipeline.case_options",
-    "Share": "dynmo.options",
     "SplitLinear": "dynmo.kernels.split",
     "TokenShares": "dynmo.pipeline.case",
     "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
     "add_loss": "dynmo.kernels.own_loss",
     "case_seed": "dynmo.kernels.seeds",
-    "check_ascending": "dynmo.options",
     "exchange_rows": "dynmo.kernels.row_exchange",
     "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
     "layers_that": "dynmo.pipeline.case",
     "seed_forward": "dynmo.kernels.seeds",
     "tiled": "dynmo.kernels.tiled",
-    "written": "dynmo.options",
 }
 
 __all__ = [
-    "BelowOne",
     "Bytes",
     "CaseOptions",
     "ConfigError",
@@ -85,26 +72,21 @@ __all__ = [
     "FrozenPrefix",
     "GroupPlacement",
     "GroupedLinear",
-    "Lax",
     "Listed",
-    "NonNegative",
     "PackedWeight",
     "RunFacts",
-    "Share",
     "SplitLinear",
     "TokenShares",
     "WeightTape",
     "Whole",
     "add_loss",
     "case_seed",
-    "check_ascending",
     "exchange_rows",
     "gpt",
     "jit",
     "layers_that",
     "seed_forward",
     "tiled",
-    "written",
 ]
 
 
@@ -123,4 +105,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dynmo
+from dynmo import extend
 
 ROOT = Path(__file__).parents[1]
 MAX_MEMBERS = 46
@@ -27,6 +28,14 @@ def test_public_names_are_exactly_these() -> None:
     assert sorted(dynmo.__all__) == sorted(NAMES.split())
     assert all(getattr(dynmo, name) is not None for name in dynmo.__all__)
     assert dir(dynmo) == sorted([*dynmo.__all__, "huggingface"])
+
+
+def test_names_for_authors_are_few_and_documented() -> None:
+    assert len(extend.__all__) <= 25
+    assert dir(extend) == sorted(extend.__all__)
+    assert all(getattr(extend, name) is not None for name in extend.__all__)
+    with pytest.raises(AttributeError, match=r"'jitt'.* jit"):
+        extend.jitt  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

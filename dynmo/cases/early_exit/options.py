@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from dynmo import ModelOptions
-from dynmo.extend import CaseOptions, Count, Listed, RunFacts, Share, Whole
+from dynmo.extend import CaseOptions, Count, Listed, RunFacts, Whole
 
 
 class EarlyExit(CaseOptions):
@@ -24,7 +26,7 @@ class EarlyExit(CaseOptions):
     confidence: Literal["softmax", "state", "classifier"] = "softmax"
     """The value that `calm` compares with the threshold: the largest probability minus the second,
     the cosine of the states before and after the last block, or a classifier of each exit."""
-    threshold: Share | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """A token exits when its confidence is over this. Not set: 0.9 for `calm`, 0.998 for
     `adp-c`."""
     exits: Listed[Whole] | None = None

@@ -37,9 +37,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo import Model, ModelOptions
-from dynmo.balance.group_placement import GroupPlacement
 from dynmo.cases.experts.routing import ExpertRouter
-from dynmo.extend import GroupedLinear, exchange_rows, gpt
+from dynmo.extend import GroupedLinear, GroupPlacement, exchange_rows, gpt
 
 
 class ExpertsHalf(gpt.AddingHalf):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from importlib import import_module
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from dynmo.extend import BelowOne, CaseOptions, Count, RunFacts, Whole
+from pydantic import Field
+
+from dynmo.extend import CaseOptions, Count, RunFacts, Whole
 
 
 class Experts(CaseOptions):
@@ -22,7 +24,7 @@ class Experts(CaseOptions):
     """Steps between two decisions where experts go (`parallel.expert` over 1). 0: they stay."""
     redundant: Whole = 0
     """Experts that a replica may hold besides its equal part. Hot experts are copied there."""
-    least_gain: BelowOne = 0.05
+    least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Experts move if the load of the busiest replica then falls by at least this share."""
 
     @classmethod

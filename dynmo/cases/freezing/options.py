@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dynmo.extend import BelowOne, Bytes, CaseOptions, Count, Lax, RunFacts, Whole
+from dynmo.extend import Bytes, CaseOptions, Count, RunFacts, Whole
 
 
 def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     FrozenAt: TypeAlias = Sequence[Sequence[int]]
 else:
     FrozenAt = Annotated[
-        tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)
+        tuple[Annotated[tuple[Whole, Whole], Field(strict=False)], ...],
+        Field(strict=False),
+        AfterValidator(_check_pairs),
     ]
 
 
@@ -54,7 +56,7 @@ class Freezing(CaseOptions):
     """`egeria` freezes a layer that changes less than this share of its first rate of change."""
     refresh: Count = 200
     """Largest age, in steps, of the reference model of `egeria`."""
-    thaw: BelowOne = 0.1
+    thaw: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """`egeria` unfreezes all layers when the learning rate falls to this share of its value when
     the first layer froze."""
     cache_bytes: Bytes = 0

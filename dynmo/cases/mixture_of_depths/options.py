@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dynmo.extend import CaseOptions, Count, NonNegative, RunFacts, Whole
+from dynmo.extend import CaseOptions, Count, RunFacts, Whole
 
 
 class MixtureOfDepths(CaseOptions):
@@ -27,7 +27,7 @@ class MixtureOfDepths(CaseOptions):
     predictor: Literal["mlp", "bce"] = "mlp"
     """How the selection is predicted: by a small network with a stopped gradient, or by the
     router's own weight under a binary cross entropy."""
-    predictor_weight: NonNegative = 0.01
+    predictor_weight: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the predictor's loss."""
     threshold_from: Whole | None = None
     """Step from which training selects tokens by the predictor. Not set: never, each sequence keeps

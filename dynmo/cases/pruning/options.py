@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from dynmo.extend import BelowOne, CaseOptions, Count, RunFacts, Share, Whole, written
+from pydantic import AfterValidator, Field
 
-Shape: TypeAlias = Annotated[str, written(r"[1-9]\d*x[1-9]\d*", "rows x columns, like 256x1024")]
+from dynmo.extend import CaseOptions, Count, RunFacts, Whole
+
+
+def _check_shape(value: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        raise ValueError("must be rows x columns, like 256x1024")
+    return value
+
+
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Shape: TypeAlias = Annotated[str, AfterValidator(_check_shape)]
 DenseBelow: TypeAlias = Literal["auto", "measured"] | Share | dict[Shape, Share]
 
 
@@ -20,9 +31,9 @@ class Pruning(CaseOptions):
 
     criterion: Literal["global", "local"] = "global"
     """Weights that are compared: those of all layers, or those of each layer."""
-    initial_sparsity: BelowOne = 0.0
+    initial_sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of zero weights at `start`."""
-    final_sparsity: BelowOne = 0.9
+    final_sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Share of zero weights at `end`."""
     start: Whole | None = None
     """First step that prunes. Not set: after 30 % of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -9,23 +10,31 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from dynmo.extend import (
-    BelowOne,
     CaseOptions,
     Count,
-    Lax,
     Listed,
     RunFacts,
     Whole,
-    check_ascending,
 )
 
 Blocks: TypeAlias = Listed[Whole]
+
+
+def _check_ascending(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    for (step, _), (next_step, _) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
 # Values that change at given steps. The steps ascend.
 if TYPE_CHECKING:
     BlocksAt: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 else:
     BlocksAt = Annotated[
-        tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(check_ascending)
+        tuple[Annotated[tuple[Whole, Blocks], Field(strict=False)], ...],
+        Field(strict=False),
+        AfterValidator(_check_ascending),
     ]
 
 
@@ -47,7 +56,7 @@ class SparseAttention(CaseOptions):
     dense."""
     buckets: Annotated[Count, Field(multiple_of=2)] = 16
     """Number of hash buckets. Even."""
-    drop: BelowOne = 0.5
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of the queries, and of the keys, that kind `drop` drops."""
     tile: Annotated[int, Field(ge=1, le=65536)] = 32
     """Queries that are computed together."""
