@@ -156,25 +156,35 @@ def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: A packed weight cannot be this layer's.
     """
-    if buffers.keys() - dict(module.named_buffers()).keys():
-        import_module(_OWN_FORMS)
     for path, part in list(module.named_modules()):
         prefix = f"{path}." if path else ""
-        plain = part.plain if isinstance(part, PackedWeight) else plain_class(type(part))
-        for kind in reversed(_FORMS):
-            form = {name: buffers[prefix + name] for name in kind.form if prefix + name in buffers}
-            if kind.plain is plain and form and len(form) == len(kind.form):
-                try:
-                    kind.take_form(part, form)
-                except ValueError as error:
-                    raise ValueError(f"{prefix}{error}") from None
-                break
-        else:
-            if isinstance(part, PackedWeight) and part.form:
-                raise ValueError(
-                    f"{prefix}{part.packed[0]} is packed here ({type(part).__name__}) and not "
-                    "there; packed weights do not become plain ones"
-                )
+        given = {
+            key.removeprefix(prefix): t for key, t in buffers.items() if key.startswith(prefix)
+        }
+        kind = _form_of(part, given)
+        if kind is None and any("." not in name and name not in part._buffers for name in given):
+            import_module(_OWN_FORMS)
+            kind = _form_of(part, given)
+        if kind is not None:
+            try:
+                kind.take_form(part, given)
+            except ValueError as error:
+                raise ValueError(f"{prefix}{error}") from None
+        elif isinstance(part, PackedWeight) and part.form:
+            raise ValueError(
+                f"{prefix}{part.packed[0]} is packed here ({type(part).__name__}) and not there; "
+                "packed weights do not become plain ones"
+            )
+
+
+def _form_of(module: nn.Module, buffers: Mapping[str, Tensor]) -> type[PackedWeight] | None:
+    """Returns the form that a module with these buffers has. The last class that was made counts.
+
+    So a copy of a case finds its own classes.
+    """
+    plain = module.plain if isinstance(module, PackedWeight) else plain_class(type(module))
+    fitting = (kind for kind in reversed(_FORMS) if kind.plain is plain and kind.form)
+    return next((kind for kind in fitting if buffers.keys() >= {*kind.form}), None)
 
 
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
