@@ -62,13 +62,13 @@ class CaseOptions(Options):
     name: ClassVar[str]
     turn: ClassVar[int] = 0
 
+    changes: ClassVar[str] = ""
+    chooses_tokens: ClassVar[bool] = False
+
     @property
     def spare_groups(self) -> int:
         """Groups of a layer's weights that a replica may hold besides its equal part."""
         return 0
-
-    changes: ClassVar[str] = ""
-    chooses_tokens: ClassVar[bool] = False
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         """Yields why the options do not fit a run, a line each."""
