@@ -75,8 +75,7 @@ class _DropAttention(torch.autograd.Function):
         rows_q, rows_k, rows_x = plan.queries.view(-1), plan.keys.view(-1), x.flatten(0, 2)
         q, sources = rows_x.index_select(0, rows_q), rows_x.index_select(0, rows_k)
         values = v.flatten(0, 2).index_select(0, rows_k)
-        k, factors = torch.empty_like(sources), x.new_empty(len(rows_k))
-        scale_keys(sources, ctx.scale, k, factors)
+        k, factors = scale_keys(sources, ctx.scale)
         ctx.save_for_backward(q, k, factors, values)
         kept = torch.empty_like(q)
         n = plan.queries.shape[0]

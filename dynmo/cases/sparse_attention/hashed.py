@@ -65,7 +65,8 @@ def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
         rows = rows if x.device.type == "cuda" else tiled.widened(rows)
         # In this order of factors: a product with few columns is slow.
         z = torch.bmm(directions.to(rows.dtype).mT, rows.permute(1, 2, 0))
-        return torch.cat((z, -z), dim=1).argmax(1).t().reshape(batch, sequence, heads)
+        # On CPU `max` is faster than `argmax`. Both take the first of equal ones.
+        return torch.cat((z, -z), dim=1).max(1).indices.t().reshape(batch, sequence, heads)
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -174,15 +175,11 @@ class _HashAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, v: Tensor, plan: BucketPlan, tile: int) -> Tensor:
         ctx.plan, ctx.tile, ctx.shape = plan, tile, x.shape
         ctx.scale = x.shape[-1] ** -0.5
-        q, k, values, out = (x.new_empty(len(plan.rows), x.shape[-1]) for _ in range(4))
-        factors = x.new_empty(len(plan.rows))
+        q, values = (rows_of(t).index_select(0, plan.rows) for t in (x, v))
+        k, factors = scale_keys(q, ctx.scale)
         ctx.save_for_backward(q, k, factors, values)
-        rows_x, rows_v = rows_of(x), rows_of(v)
+        out = torch.empty_like(q)
         for chunk in plan.chunks:
-            there = chunk.places
-            torch.index_select(rows_x, 0, plan.rows[there], out=q[there])
-            torch.index_select(rows_v, 0, plan.rows[there], out=values[there])
-            scale_keys(q[there], ctx.scale, k[there], factors[there])
             tiles = staircase(chunk.length - 1, tile, x.dtype)
             to = chunk.of(out)
             to[:, 0] = 0

@@ -39,12 +39,12 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def _forward(q_in, k_in, v_in, begins, out, logs, n, size, TILE: tl.constexpr, WIDTH: tl.constexpr):
+def _forward(qs, ks, vs, begins, out, logs, n, size, TILE: tl.constexpr, WIDTH: tl.constexpr):
     base = tl.program_id(1).to(tl.int64) * n
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
     here = (i[:, None] < n) & (column[None, :] < size)
-    q = tl.load(q_in + (base + i)[:, None] * size + column[None, :], mask=here, other=0.0)
+    q = tl.load(qs + (base + i)[:, None] * size + column[None, :], mask=here, other=0.0)
     begin = tl.load(begins + base + i, mask=i < n, other=n)
     highest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -52,8 +52,8 @@ def _forward(q_in, k_in, v_in, begins, out, logs, n, size, TILE: tl.constexpr, W
     for first in range(tl.min(begin, 0), tl.minimum((tl.program_id(0) + 1) * TILE, n), TILE):
         j = first + tl.arange(0, TILE)
         there = (j[:, None] < n) & (column[None, :] < size)
-        k = tl.load(k_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
-        v = tl.load(v_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
+        k = tl.load(ks + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
+        v = tl.load(vs + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
         seen = (j[None, :] >= begin[:, None]) & (j[None, :] < i[:, None])
         scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -75,25 +75,14 @@ def _forward(q_in, k_in, v_in, begins, out, logs, n, size, TILE: tl.constexpr, W
 
 @_jit
 def _backward_queries(
-    q_in,
-    k_in,
-    v_in,
-    gout,
-    begins,
-    logs,
-    deltas,
-    gq,
-    n,
-    size,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    qs, ks, vs, gs, begins, logs, deltas, gq, n, size, TILE: tl.constexpr, WIDTH: tl.constexpr
 ):
     base = tl.program_id(1).to(tl.int64) * n
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
     here = (i[:, None] < n) & (column[None, :] < size)
     at = (base + i)[:, None] * size + column[None, :]
-    q, g = tl.load(q_in + at, mask=here, other=0.0), tl.load(gout + at, mask=here, other=0.0)
+    q, g = tl.load(qs + at, mask=here, other=0.0), tl.load(gs + at, mask=here, other=0.0)
     begin = tl.load(begins + base + i, mask=i < n, other=n)
     log = tl.load(logs + base + i, mask=i < n, other=0.0)
     delta = tl.load(deltas + base + i, mask=i < n, other=0.0)
@@ -101,8 +90,8 @@ def _backward_queries(
     for first in range(tl.min(begin, 0), tl.minimum((tl.program_id(0) + 1) * TILE, n), TILE):
         j = first + tl.arange(0, TILE)
         there = (j[:, None] < n) & (column[None, :] < size)
-        k = tl.load(k_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
-        v = tl.load(v_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
+        k = tl.load(ks + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
+        v = tl.load(vs + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
         seen = (j[None, :] >= begin[:, None]) & (j[None, :] < i[:, None])
         weights = tl.where(
             seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0
@@ -114,10 +103,10 @@ def _backward_queries(
 
 @_jit
 def _backward_keys(
-    q_in,
-    k_in,
-    v_in,
-    gout,
+    qs,
+    ks,
+    vs,
+    gs,
     begins,
     ends,
     logs,
@@ -134,14 +123,14 @@ def _backward_keys(
     column = tl.arange(0, WIDTH)
     here = (j[:, None] < n) & (column[None, :] < size)
     at = (base + j)[:, None] * size + column[None, :]
-    k, v = tl.load(k_in + at, mask=here, other=0.0), tl.load(v_in + at, mask=here, other=0.0)
+    k, v = tl.load(ks + at, mask=here, other=0.0), tl.load(vs + at, mask=here, other=0.0)
     end = tl.max(tl.load(ends + base + j, mask=j < n, other=0), 0)
     to_k, to_v = tl.zeros([TILE, WIDTH], tl.float32), tl.zeros([TILE, WIDTH], tl.float32)
     for first in range(tl.program_id(0) * TILE, end, TILE):
         i = first + tl.arange(0, TILE)
         there = (i[:, None] < n) & (column[None, :] < size)
-        q = tl.load(q_in + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
-        g = tl.load(gout + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
+        q = tl.load(qs + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
+        g = tl.load(gs + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
         begin = tl.load(begins + base + i, mask=i < n, other=n)
         log = tl.load(logs + base + i, mask=i < n, other=0.0)
         delta = tl.load(deltas + base + i, mask=i < n, other=0.0)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
@@ -66,10 +67,10 @@ def _gather_keys(
             to[j] = taken[j] * factor
 
 
-def scale_keys(q: Tensor, scale: float, k: Tensor, factors: Tensor) -> None:
-    """Write factors = scale / |q| and k = q * factors, for q [rows, size]."""
-    array = q.numpy()
+def scale_keys(q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute the keys q * factors and the factors scale / |q|, for q [rows, size]."""
+    k, factors, array = torch.empty_like(q), q.new_empty(len(q)), q.numpy()
     # Numbers of the rows' own precision. Otherwise the loops would compute in double.
-    _gather_keys(
-        array, array.dtype.type(scale), array.dtype.type(SHORTEST), k.numpy(), factors.numpy()
-    )
+    number = array.dtype.type
+    _gather_keys(array, number(scale), number(SHORTEST), k.numpy(), factors.numpy())
+    return k, factors
