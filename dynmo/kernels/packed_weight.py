@@ -1,7 +1,7 @@
 """Modules whose weights are no plain parameters: compressed, or in another shape.
 
-    SparseLinear   weight     [1, kept]     values: they train, move and are saved as they are
-                   crow, col                buffers of the form: they move and are saved, too
+    weight       values, in a shape of their own: they train, move and are saved as they are
+    crow, col    buffers of the form: they move and are saved, too
 
 What dynmo must know of such a module is in its class, `PackedWeight`. A module takes its form on
 the rank that packs it. It takes the same form on every rank where its layer arrives or is loaded:

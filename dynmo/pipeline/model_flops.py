@@ -61,8 +61,8 @@ class ModelFlops:
     """Counts the model FLOPs of batches.
 
     They are those of a dense training step. A token has 6 for each weight that it is multiplied by.
-    Causal attention in a row of n tokens has 6 * n**2 for each layer and channel. Frozen, pruned
-    and skipped work counts like other work, and recomputed work does not (PaLM, appendix B).
+    Causal attention in a row of n tokens has 6 * n**2 for each layer and channel. Frozen, left
+    out and skipped work counts like other work, and recomputed work does not (PaLM, appendix B).
     """
 
     def __init__(self, model: Model) -> None:

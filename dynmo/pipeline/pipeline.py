@@ -1019,7 +1019,7 @@ class Pipeline:
 
         The keys are those of `torch.nn.Sequential(*layers).state_dict()`, such as "0.weight". A
         model of dynmo's own has the names of its layers in place of the indices. Weights of low
-        precision are the float32 masters. Pruned weights are dense, with zeros.
+        precision are the float32 masters. Packed weights are dense.
 
         Args:
             everywhere: Whether every rank gets the weights. If not, only rank 0 does.
@@ -1034,7 +1034,7 @@ class Pipeline:
         """Replaces the weights and persistent buffers of all layers.
 
         Number of steps, learning rate and optimizer state stay as they are, except for the float32
-        masters. Pruned weights stay 0, whatever their value in `state`.
+        masters. A packed weight keeps its form: what is 0 by it stays 0.
 
         Args:
             state: What `state_dict` returned, or the state of `torch.nn.Sequential(*layers)`.

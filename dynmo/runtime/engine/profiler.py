@@ -32,7 +32,7 @@ from dynmo.schedule.op import Kind
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers, such as a pruned weight's indices."""
+    """Returns the bytes of parameters and buffers, such as those of a packed weight."""
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 

@@ -95,7 +95,7 @@ def check_is_separable(
 
 
 def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Returns whether parts of a parameter are updated like the whole (ZeRO-1, pruning)."""
+    """Returns whether parts of a parameter are updated like the whole, as ZeRO-1 asks."""
     whole = _small(2, device)
     parts = [part.clone() for part in whole.reshape(-1).split(4)]
     gradients = [_gradient(whole, step) for step in range(_STEPS)]
