@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+import dynmo
 from dynmo.config import parse
+from dynmo.extend import CaseOptions, gpt
 from dynmo.models.gpt import feed_forward_size
 from dynmo.train.setup import model_of
 
@@ -74,3 +78,27 @@ def test_dropout_acts_in_training_only() -> None:
     for layer in layers:
         layer.eval()
     assert torch.equal(logits(layers, ids), logits(layers, ids))
+
+
+class Adapted(CaseOptions):
+    """Options of a case of the user's own: a further layer stands behind the first block."""
+
+    name: ClassVar[str] = "adapted"
+
+    def gpt_layers(self, layers: gpt.GptLayers) -> gpt.GptLayers:
+        def after(block: int) -> dict[str, Callable[[], nn.Module]]:
+            further = {"adapter": lambda: nn.Linear(32, 32)} if block == 0 else {}
+            return {**layers.after(block), **further}
+
+        return replace(layers, after=after)
+
+
+def test_cases_change_the_layers_one_after_the_other() -> None:
+    options = dynmo.ModelOptions(**WANTED | {"kind": "moe", "moe_every": 2})
+    model = dynmo.load_model(options, cases=[dynmo.EarlyExit(exits=[0]), Adapted()])
+    first = ["blocks.0.attention", "blocks.0.feed_forward", "blocks.0.exit", "blocks.0.adapter"]
+    second = ["blocks.1.attention", "blocks.1.feed_forward"]
+    assert model.names == ("embedding", *first, *second, "head")
+    kinds = [type(layer).__name__ for layer in model.build(())]
+    exits, experts = ["ExitAttentionHalf", "FeedForwardHalf", "ExitHead"], "ExpertsHalf"
+    assert kinds[1:7] == [*exits, "Linear", "ExitAttentionHalf", experts]
