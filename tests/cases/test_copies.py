@@ -13,6 +13,7 @@ import torch
 
 import dynmo
 from dynmo.cases import CASES
+from dynmo.kernels import packed_weight
 
 FOLDER = Path(dynmo.__file__).parent / "cases"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,6 +67,9 @@ def test_a_copy_gives_the_same_digest(
     name: str, copies: str, world: dynmo.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(copies)
+    # Later tests find dynmo's own forms of packed weights.
+    importlib.import_module("dynmo.cases.forms")
+    monkeypatch.setattr(packed_weight, "_FORMS", list(packed_weight._FORMS))
     theirs = importlib.import_module(f"own_cases.own_{name}")
     copy = getattr(theirs, CASES[name].__name__)(**OPTIONS[name])
     assert type(copy) is not CASES[name]

@@ -287,10 +287,8 @@ class PruningCase(Dynamism):
         return out
 
     def _time(self, sparsity: float) -> float:
-        threshold = self._dense_below
-        if threshold is None:
-            threshold = min(self._measured.values(), default=1.0)
-        return 1.0 if sparsity < threshold else 1 - sparsity
+        known = self._measured.values() if self._dense_below is None else [self._dense_below]
+        return 1.0 if sparsity < min(known, default=1.0) else 1 - sparsity
 
     def state(self) -> dict[str, Any]:
         return {"sparsity": self._sparsity, "measured": self._measured}

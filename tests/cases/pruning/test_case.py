@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import dynmo
 from dynmo.cases.pruning.case import Cubic, PruningCase, cut, masters
 from dynmo.cases.pruning.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.config import parse
@@ -323,3 +325,14 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
         for each in (pipeline, other):
             each.step(3, *alone.tokens(3), lr=1e-2)
         assert other.digest() == pipeline.digest()
+
+
+def test_optimizer_must_work_element_by_element() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+    options: dict[str, Any] = {"cases": [dynmo.Pruning(start=0, end=2)], "microbatches": 2}
+    with (
+        dynmo.init(device="cpu") as world,
+        pytest.raises(ConfigError, match=r"dynamism\.pruning: Adafactor does not work element"),
+    ):
+        dynmo.Pipeline(model, world, optimizer=partial(torch.optim.Adafactor, lr=0.05), **options)
