@@ -61,9 +61,8 @@ def place_experts(
         >>> place_experts([[8, 1, 1, 2], [8, 1, 1, 2]], ranks=2, per_rank=3).holders
         ((0, 1), (0,), (0,), (1,))
     """
-    experts = len(counts[0]) if counts else 0
-    _check(counts, ranks, per_rank, experts)
     enough = (1 + _NEAR) * load_bound(counts, ranks, per_rank)
+    experts = len(counts[0])
     anew = _from_scratch(counts, ranks, per_rank, enough)
     if current is None:
         return anew

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynmo
+from dynmo import ModelOptions
+from dynmo.cases.pruning import Pruning
 from dynmo.cases.pruning.case import Cubic, PruningCase, cut, masters
 from dynmo.cases.pruning.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError
+from dynmo.extend import RunFacts
 from dynmo.kernels.packed_weight import unpacked
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Layers
@@ -52,6 +55,31 @@ def test_the_last_step_always_prunes() -> None:
     assert Cubic(0.2, 0.8, 4, 4, 1).steps == (4,)
     assert Cubic(0.2, 0.8, 4, 4, 1).sparsity(4) == 0.8
     assert Cubic(0.2, 0.8, 2, 9, 3).sparsity(2) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "message"),
+    [
+        (10, {"start": 12, "end": 20}, "pruning.start = 12: the run has 10 steps"),
+        (10, {"start": 2, "end": 20}, "pruning.end = 20: the run has 10 steps"),
+        (30, {"start": 20, "end": 12}, "start = 20 is after end = 12"),
+        (30, {"start": 10, "end": 12, "every": 3}, "every = 3 is more than the 2 steps"),
+        (30, {"initial_sparsity": 0.95}, "0.95 is over final_sparsity = 0.9"),
+        (None, {"start": 2}, "give start and end"),
+    ],
+)
+def test_steps_that_do_not_fit_are_named(
+    steps: int | None, given: dict[str, Any], message: str
+) -> None:
+    (problem,) = Pruning(**given).problems(RunFacts(steps=steps))
+    assert message in problem
+
+
+def test_matrices_are_timed_at_the_size_of_a_microbatch() -> None:
+    model = ModelOptions(sequence=16)
+    facts = RunFacts(steps=10, model=model, micro_batch=3)
+    assert PruningCase(Pruning(), facts)._tokens == 48
+    assert PruningCase(Pruning(), RunFacts(steps=10))._tokens == 1024
 
 
 # -- which -----------------------------------------------------------------------------------------
