@@ -39,12 +39,15 @@ class Cases:
         self._samples: Sequence[Hashable] | None = None
         self.skipped = 0
         self._run: RunFrozen | None = None
-        # Cases know the engine. If it held them, an unused pipeline would stay until a collection.
         self._weak = weakref.proxy(self)
-        engine.programs.frozen_prefix = partial(Cases._frozen_prefix, self._weak)
-        engine.store.on_change = partial(Cases._changed, self._weak)
         for case in cases:
             case.check(engine.store.modules)
+
+    def take_over(self, engine: Engine) -> None:
+        """Begins to hear of changes, and to run frozen layers."""
+        # Cases know the engine. If it held them, an unused pipeline would stay until a collection.
+        engine.programs.frozen_prefix = partial(Cases._frozen_prefix, self._weak)
+        engine.store.on_change = partial(Cases._changed, self._weak)
 
     @property
     def keep_kinds(self) -> bool:
@@ -79,15 +82,32 @@ class Cases:
             if dense is not None:
                 yield dense
 
-    @contextmanager
-    def samples_of(self, samples: Sequence[Hashable] | None, microbatches: int) -> Generator[None]:
-        """Tells the samples of each microbatch that runs within the context."""
-        if samples is not None and len(samples) != microbatches:
+    def take_samples(self, samples: Iterable[Hashable] | None, microbatches: int) -> None:
+        """Takes the samples of each microbatch that runs from now on.
+
+        Raises:
+            InputError: They are not one hashable value for each microbatch.
+        """
+        self._samples = None
+        if samples is None:
+            return
+        try:
+            taken = list(samples)
+            hash(tuple(taken))
+        except TypeError as error:
             raise InputError(
-                f"samples has {len(samples)} entries, but the batch has {microbatches} "
+                f"samples: {error}; give a list with a number, a string or a tuple of them for "
+                "each microbatch"
+            ) from None
+        if len(taken) != microbatches:
+            raise InputError(
+                f"samples has {len(taken)} entries, but the batch has {microbatches} "
                 "microbatches; give one for each, on every rank"
             )
-        self._samples = samples
+        self._samples = taken
+
+    @contextmanager
+    def dropping_samples(self) -> Generator[None]:
         try:
             yield
         finally:
@@ -107,6 +127,8 @@ class Cases:
 
     def _changed(self, layers: Iterable[int]) -> None:
         changed = tuple(layers)
+        if not changed:
+            return
         for case in self.all:
             case.changed(changed)
 

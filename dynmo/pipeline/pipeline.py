@@ -386,6 +386,7 @@ class Pipeline:
         loop = Loop(
             options, engine, cases, rebalancer, self._listen, step=step, loss=loss, joined=joined
         )
+        cases.take_over(engine)
         loop.groups = self._optimizer.saved
         loop.peak_flops = options.peak_flops or device_peak_flops(
             self._world.device, options.precision
@@ -515,11 +516,12 @@ class Pipeline:
             return before
 
         def cut() -> tuple[Cut, Cut, Tensor | float]:
+            self._loop.cases.take_samples(samples, self.microbatches)
             return *self._cut(inputs, targets), self._model_flops.of(inputs)
 
         with (
             said_while(self._world.rank, "is in its first step", not self._loop.is_set_up),
-            self._loop.cases.samples_of(samples, self.microbatches),
+            self._loop.cases.dropping_samples(),
         ):
             results = self._loop.advance(cut, self._rates(), stop)
         self._optimizer.step()
@@ -646,6 +648,8 @@ class Pipeline:
         self._loop.settle()
         with self._engine.attempt():
             cut_inputs, cut_targets = self._cut(inputs, targets, count)
+            # Outputs that were kept are those of an evaluation that is not dense.
+            self._loop.cases.take_samples(None if dense else samples, count)
         if outputs and metrics is not None:
             raise InputError("evaluate returns outputs or metrics; call it once for each")
         collected = dict[int, object]() if outputs else None
@@ -657,8 +661,7 @@ class Pipeline:
         with ExitStack() as off:
             for context in self._loop.cases.dense() if dense else ():
                 off.enter_context(context)
-            # Outputs that were kept are those of an evaluation that is not dense.
-            off.enter_context(self._loop.cases.samples_of(None if dense else samples, count))
+            off.enter_context(self._loop.cases.dropping_samples())
             loss = self._engine.evaluate(
                 cut_inputs,
                 cut_targets,
@@ -1010,6 +1013,7 @@ class Pipeline:
         self._options = before.options
         self._go_on(saved)
         self._loop.tracer, self._loop.elastic = before.tracer, before.elastic
+        self._loop.cases.skipped = before.cases.skipped
         if before.elastic is not None:
             before.elastic.go_on(self._loop.rebalancer, saved.state.reference)
         return self.steps

@@ -193,6 +193,7 @@ def restore_engine(
     """
     agree(engine.store.world, path.name, "which checkpoint to resume from")
     _restore_frozen(engine, state)
+    engine.store.on_change(range(engine.model.layers))
     failure: CheckpointError | None = None
     try:
         if engine.store.world.everyone.rank == 0 and "identity" in state:

@@ -105,12 +105,14 @@ def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dty
 def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
     engine = gpt(**SMALL)
     cases = Cases([make(Freezing(cache_bytes=1 << 20), RunFacts(layers=6))], engine)
+    cases.take_over(engine)
     Actions(engine).freeze([0, 1])
-    with cases.samples_of(range(MICROBATCHES), MICROBATCHES):
-        before = [engine.evaluate(*tokens(0), MICROBATCHES) for _ in range(2)]
-        state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
-        WholeModel(engine).load_state_dict(state)
-        after = engine.evaluate(*tokens(0), MICROBATCHES)
+    cases.take_samples(range(MICROBATCHES), MICROBATCHES)
+    before = [engine.evaluate(*tokens(0), MICROBATCHES) for _ in range(2)]
+    state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
+    WholeModel(engine).load_state_dict(state)
+    after = engine.evaluate(*tokens(0), MICROBATCHES)
+    cases.take_samples(None, MICROBATCHES)
     assert cases.skipped == 2 * MICROBATCHES
     assert before[0] == before[1] != after == engine.evaluate(*tokens(0), MICROBATCHES)
 

@@ -520,7 +520,12 @@ class Layer:
         looks = mode not in self._writes_inputs
         notes = graph and self._others is not None and self._writes_weights is not False
         weights = _sums(self.module) if notes else None
-        outputs = self._outputs(given, finish, inputs if looks else None)
+        try:
+            outputs = self._outputs(given, finish, inputs if looks else None)
+        except RuntimeError as error:
+            if copies or "a leaf Variable that requires grad" not in str(error):
+                raise
+            raise self._wrote(" or to a parameter") from error
         if weights is not None:
             self._note_writes(weights)
         if looks:
@@ -534,12 +539,14 @@ class Layer:
                         "that, too; let it compute with a copy"
                     )
         elif not copies and versions != [x._version for x in given]:
-            raise RunError(
-                f"{self.name} writes to its input in place, "
-                "which it did not in its first "
-                "microbatch, and which is needed as it was; let it compute with a copy"
-            )
+            raise self._wrote()
         return outputs
+
+    def _wrote(self, elsewhere: str = "") -> RunError:
+        return RunError(
+            f"{self.name} writes to its input{elsewhere} in place, which it did not in its first "
+            "microbatch, and which is needed as it was; let it compute with a copy"
+        )
 
     def _note_writes(self, before: dict[str, int]) -> None:
         """Raises ConfigError if F writes to a weight again and again, ahead of the B's."""
@@ -652,7 +659,7 @@ class Layer:
         self._look_at_graph(outputs, ends=finish is not None)
         saved = {storage_of(tensor) for tensor in kept}
         given = self._copied or map(storage_of, inputs)
-        self._frees_inputs = any(
+        self._frees_inputs = self._writes_inputs[True, self.module.training] or any(
             x.requires_grad and storage not in saved
             for x, storage in zip(inputs, given, strict=True)
         )

@@ -414,6 +414,7 @@ class LayerStore:
 
     def empty(self) -> None:
         """Drops all layers, since this rank has left the run."""
+        self.on_change(range(len(self.modules)))
         for index in list(self.layers):
             self._drop(index)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import re
+from collections.abc import Hashable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dynmo
 from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.freezing.case import make
 from dynmo.cases.freezing.options import Freezing
@@ -247,16 +251,17 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     )
     case = make(Freezing(schedule=[(1000, 1)], cache_bytes=cache_bytes), RunFacts(layers=5))
     cases = Cases([case], engine)
+    cases.take_over(engine)
     losses: list[float] = []
     for step in range(10):
         if step in (0, 6):
             Actions(engine).freeze(range(4))
         if step == 4:
             Actions(engine).unfreeze(range(1, 4))
-        with cases.samples_of([(step % 2, j) for j in range(MICROBATCHES)], MICROBATCHES):
-            engine.advance(step, *tokens(step % 2), lr=1e-2)
-        with cases.samples_of([(9, j) for j in range(MICROBATCHES)], MICROBATCHES):
-            losses.append(engine.evaluate(*tokens(9), MICROBATCHES))
+        cases.take_samples([(step % 2, j) for j in range(MICROBATCHES)], MICROBATCHES)
+        engine.advance(step, *tokens(step % 2), lr=1e-2)
+        cases.take_samples([(9, j) for j in range(MICROBATCHES)], MICROBATCHES)
+        losses.append(engine.evaluate(*tokens(9), MICROBATCHES))
     run = [getattr(module, "calls", 0) for module in engine.store.modules]
     assert isinstance(case, PrefixCase)
     return losses, run, (cases.skipped, 0 if case.cache is None else case.cache.bytes)
@@ -277,10 +282,59 @@ def test_pipeline_with_a_cache_has_the_same_losses() -> None:
     assert held == 3 * MICROBATCHES * 2 * 8 * WIDTH * 4
 
 
-def test_samples_of_another_number_of_microbatches_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([1, 2], "samples has 2 entries, but the batch has 3 microbatches"),
+        (5, "samples: 'int' object is not iterable; give a list"),
+        ([[1], [2], [3]], "samples: unhashable type: 'list'; give a list"),
+    ],
+)
+def test_wrong_samples_are_refused(samples: Any, message: str) -> None:
     cases = Cases([], pipeline(around()))
-    with (
-        pytest.raises(InputError, match="samples has 2 entries, but the batch has 3 microbatches"),
-        cases.samples_of([1, 2], 3),
-    ):
-        pass
+    with pytest.raises(InputError, match=re.escape(message)):
+        cases.take_samples(samples, 3)
+
+
+def test_a_load_drops_outputs_of_the_weights_before(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)]
+    ids = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(1))
+    batch, samples = (ids[:, :-1], ids[:, 1:]), ["a", "b"]
+    with dynmo.init(device="cpu") as world:
+        case = dynmo.Freezing(schedule=[[1, 2]], cache_bytes=1 << 20)
+        made = dynmo.Pipeline(dynmo.Sequential(layers), world, microbatches=2, cases=[case])
+        for _ in range(3):
+            made.step(*batch, samples=samples)
+        made.save(tmp_path)
+        state = made.state_dict()
+        made.load_state_dict({name: 2 * weight for name, weight in state.items()})
+        skipped = made.account().spared_forwards
+        doubled = made.evaluate(*batch, samples=samples)
+        assert doubled == made.evaluate(*batch)
+        made.load(tmp_path)
+        assert made.evaluate(*batch, samples=samples) == made.evaluate(*batch) != doubled
+        assert made.account().spared_forwards >= skipped > 0
+
+
+def test_a_failed_load_leaves_the_cases_as_they_were(tmp_path: Path) -> None:
+    class Refusing(dynmo.Dynamism):
+        name, checks = "refusing", 0
+
+        def act(self, step: int, layers: dynmo.Layers) -> None:
+            return None
+
+        def check(self, modules: Sequence[nn.Module]) -> None:
+            self.checks += 1
+            if self.checks == 2:
+                raise ValueError("not again")
+
+    with dynmo.init(device="cpu") as world:
+        model = dynmo.Sequential([nn.Linear(4, 4) for _ in range(3)], nn.functional.mse_loss)
+        made = dynmo.Pipeline(model, world, microbatches=2, cases=[Refusing()])
+        batch = torch.ones(4, 4), torch.zeros(4, 4)
+        made.step(*batch)
+        made.save(tmp_path)
+        with pytest.raises(ValueError, match="not again"):
+            made.load(tmp_path)
+        made.step(*batch)

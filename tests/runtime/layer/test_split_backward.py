@@ -323,6 +323,30 @@ def test_input_that_no_graph_saves_is_released_after_f(requires_grad: bool) -> N
         torch.testing.assert_close(gradients, (expected,) if requires_grad else ())
 
 
+def test_input_of_a_layer_that_writes_to_it_is_released_after_f() -> None:
+    """The graph saves a copy, and the input itself may go."""
+    layer = layer_of(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)))
+    for measured in (False, True):
+        with no_collection():
+            ref, (y,) = start(layer, torch.randn(3, 6).requires_grad_())
+            assert ref.expired() == measured
+            layer.backward_input(0, (torch.ones_like(y),), deferred=True)
+            layer.backward_weight(0)
+
+
+def test_a_late_write_to_the_input_is_named() -> None:
+    def late(_: nn.Module, x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return torch.sin(x.add_(1) if len(calls) == 3 else x)
+
+    calls: list[int] = []
+    layer = layer_of(nn.Sequential(Net(late), nn.Linear(6, 6)))
+    for j in range(2):
+        run_f(layer, torch.randn(3, 6).requires_grad_(), j=j)
+    with pytest.raises(RunError, match="writes to its input or to a parameter in place, which"):
+        run_f(layer, torch.randn(3, 6).requires_grad_(), j=2)
+
+
 def test_clear_drops_microbatches_in_flight() -> None:
     layer = layer_of(nn.Linear(6, 6))
     with no_collection():
