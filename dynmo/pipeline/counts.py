@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.pipeline.case import Dynamism, Layers, TokenShares
+from dynmo.pipeline.case import Change, Dynamism, Layers, TokenShares
 
 Numbers = tuple[float | Tensor, ...]
 """The counts of a layer. Tensors without dimensions stay on their device until a total is needed.
@@ -78,6 +78,8 @@ class Counts:
 class CountingCase(Dynamism):
     """A case whose layers count tokens. It records their shares every `record_every` steps.
 
+    Each `act` calls that of this class.
+
     Args:
         numbers: Numbers that each layer counts.
         record_every: Steps between two records.
@@ -86,6 +88,11 @@ class CountingCase(Dynamism):
     def __init__(self, numbers: int, record_every: int) -> None:
         self._every, self._counts = record_every, Counts(numbers)
         self._layers: Layers | None = None
+
+    @abstractmethod
+    def act(self, step: int, layers: Layers) -> Change | None:
+        # A newcomer collects nothing before its first step. The next save sums on all ranks.
+        self._layers = layers
 
     @abstractmethod
     def counting(self, modules: Sequence[nn.Module]) -> list[int]:
@@ -110,7 +117,6 @@ class CountingCase(Dynamism):
         self.counting(modules)
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
-        self._layers = layers
         counting = self._take(layers)
         if not self.records(step):
             return None

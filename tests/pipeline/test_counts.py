@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dynmo
 from dynmo.cases.experts import Experts
@@ -15,7 +17,8 @@ from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.events import Event, TokensEvent
 from dynmo.models.options import ModelOptions
-from dynmo.pipeline.counts import Counts
+from dynmo.pipeline.case import Change, Layers
+from dynmo.pipeline.counts import CountingCase, Counts
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, cases_of, short_run
 from tests.pool import Pool
@@ -49,6 +52,39 @@ def test_layer_without_tokens_adds_no_count() -> None:
     shares = case.collect(2, layers)
     assert shares is not None
     assert 1.0 <= shares.shares["hottest expert"][0] <= 3.0
+
+
+class Passed(CountingCase):
+    """Counts the calls of a layer."""
+
+    name = "passed"
+
+    def __init__(self) -> None:
+        super().__init__(1, record_every=5)
+
+    def counting(self, modules: Sequence[nn.Module]) -> list[int]:
+        return list(range(len(modules)))
+
+    def counted(self, module: Any) -> tuple[int]:
+        return (1,)
+
+    def shares(self, rows: list[list[float]]) -> dict[str, list[float]]:
+        return {}
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        return super().act(step, layers)
+
+
+def test_newcomer_sums_with_the_others_for_a_save() -> None:
+    """It collects nothing before its first step."""
+    for joined in (False, True):
+        layers, case = Kept(modules=[nn.Identity()]), Passed()
+        assert case.state() == {"counts": []}, "nothing to sum before the first step"
+        case.load({"counts": [[7.0]]})
+        if not joined:
+            case.collect(0, layers)
+        case.act(0, layers)
+        assert case.state() == {"counts": [[8.0 if joined else 9.0]]}
 
 
 def resumed(world: dynmo.World, case: str, folder: str) -> list[Any]:

@@ -43,6 +43,7 @@ class EarlyExitCase(CountingCase):
         return {"exited": [gone / tokens if tokens else 0.0 for tokens, gone in rows]}
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        super().act(step, layers)
         before, self._on = self._on, step >= self._start
         exits = self.counting(layers.modules)
         behind = range(exits[0], layers.count)

@@ -46,6 +46,7 @@ class MixtureOfDepthsCase(CountingCase):
         }
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        super().act(step, layers)
         before, self._by_threshold = self._by_threshold, self._wanted(step)
         routed = self.counting(layers.modules)
         for index in routed:
