@@ -31,8 +31,17 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
 
 
 def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
-    folder = type(options).__module__.rpartition(".")[0]
-    return importlib.import_module(f"{folder}.case").make(options, run)
+    # The class that names the case has it in its folder. A subclass of the user's need not.
+    kind = next(each for each in type(options).__mro__ if "name" in vars(each))
+    module = f"{kind.__module__.rpartition('.')[0]}.case".removeprefix(".")
+    try:
+        make = importlib.import_module(module).make
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cases: {kind.__name__} of {kind.__module__}: cannot import make of {module}: "
+            f"{error}{place(error)}; write {module} with a function make(options, run)"
+        ) from error
+    return make(options, run)
 
 
 def problems_of(run: RunFacts) -> Iterator[str]:
@@ -68,7 +77,8 @@ def _check(case: object, where: str) -> None:
     """Raises ConfigError if an object is no case."""
     methods = [name for name, x in vars(Dynamism).items() if callable(x) and name[0] != "_"]
     missing = [name for name in methods if not callable(getattr(case, name, None))]
-    missing += [name for name in ("announces", "divides_parameters") if not hasattr(case, name)]
+    flags = ("announces", "divides_parameters", "wants_samples")
+    missing += [name for name in flags if not hasattr(case, name)]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dynmo
 from dynmo.cases.freezing.case import ScheduledFreezing
 from dynmo.config import parse
 from dynmo.elastic.launcher.rank_side import describe
 from dynmo.errors import ConfigError, RunError
 from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
-from dynmo.pipeline.case_registry import from_class
+from dynmo.pipeline.case_options import RunFacts
+from dynmo.pipeline.case_registry import from_class, make_cases
 from tests.cases.kept import cases_of
 from tests.cases.own_case import LayerDrop
 from tests.equality import RANDOM_MOVES, fields_of, run
@@ -69,6 +72,38 @@ def test_duplicate_case_name_is_refused() -> None:
     given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
     with pytest.raises(ConfigError, match="two are called 'freezing'"):
         cases_of(parse(given), 8)
+
+
+class OwnOptions(dynmo.Freezing):
+    every: int = 5
+
+
+class OwnName(dynmo.Freezing):
+    name = "own_name"
+
+
+def test_options_of_a_subclass_make_the_case_of_their_base() -> None:
+    (case,) = make_cases([OwnOptions(schedule=((1, 1),))], RunFacts(layers=8))
+    assert type(case) is ScheduledFreezing
+
+
+@pytest.mark.parametrize("module", [__name__, "__main__"])
+def test_options_without_a_case_beside_them_are_refused(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnName, "__module__", module)
+    says = rf"^cases: OwnName of {module}: cannot import .*: No module named .*; write .*case with "
+    with pytest.raises(ConfigError, match=says):
+        make_cases([OwnName(schedule=((1, 1),))], RunFacts(layers=8))
+
+
+def test_object_without_a_flag_is_no_case() -> None:
+    case: Any = SimpleNamespace(
+        **{name: getattr(Freezing(), name) for name in (*vars(Dynamism), "name") if name[0] != "_"}
+    )
+    del case.wants_samples
+    with pytest.raises(ConfigError, match="has no wants_samples"):
+        make_cases([case], RunFacts())
 
 
 class Nameless:
