@@ -101,13 +101,22 @@ class Freezing(CaseOptions):
                 f"{self.window} readings, one each {self.every} steps; use refresh = "
                 f"{self.window * self.every} or more"
             )
-        elif run.steps is not None and (first := self._first_step(run.steps)) >= run.steps:
-            numbers = {"autofreeze": ["every", "start"], "egeria": ["window", "every", "start"]}
-            named = [f"{name} = {getattr(self, name)}" for name in numbers.get(self.policy, [])]
+        elif run.steps is not None and self.policy == "egeria":
+            if self.first_stale_step(run.steps) is None:
+                yield (
+                    f"dynamism.freezing.window = {self.window}, every = {self.every}, start = "
+                    f"{self.start}, refresh = {self.refresh}: nothing can freeze in a run of "
+                    f"{run.steps} steps; start sooner, decide more often, or raise refresh"
+                )
+        elif run.steps is not None and (first := self._first_step) >= run.steps:
+            named = (
+                f"every = {self.every}, start = {self.start}"
+                if self.policy == "autofreeze"
+                else "schedule"
+            )
             yield (
-                f"dynamism.freezing.{', '.join(named) or 'schedule'}: nothing can freeze before "
-                f"step {first}, but the run has {run.steps} steps; start sooner, or decide more "
-                "often"
+                f"dynamism.freezing.{named}: nothing can freeze before step {first}, but the run "
+                f"has {run.steps} steps; start sooner, or decide more often"
             )
         if self.cache_bytes:
             yield from self._no_cache(run)
@@ -125,13 +134,12 @@ class Freezing(CaseOptions):
                 "dynamism.freezing.cache_bytes = 0"
             )
 
-    def _first_step(self, steps: int) -> int:
-        """The first step before which something can freeze, or `steps` if none."""
+    @property
+    def _first_step(self) -> int:
+        """The first step before which `schedule` or `autofreeze` can freeze something."""
         if self.policy == "schedule":
             return self.schedule[0][0] if self.schedule else 0
-        if self.policy == "autofreeze":
-            return self.start + 2 * self.every
-        return self.first_stale_step(steps)
+        return self.start + 2 * self.every
 
     def _no_cache(self, run: RunFacts) -> Iterator[str]:
         """Yields that a frozen layer gives another output each time, or is not asked again."""
@@ -153,19 +161,19 @@ class Freezing(CaseOptions):
                 'epoch with data.shuffle = "batches", or use cache_bytes = 0'
             )
 
-    def first_stale_step(self, steps: int) -> int:
-        """The first step before which Egeria can freeze a module, or `steps` if none.
+    def first_stale_step(self, steps: int) -> int | None:
+        """The first step before which Egeria can freeze a module. None: none of the run's.
 
         Egeria needs `window` slopes after the first one, which they are compared with. A reading
         uses the last reference taken before its step. Each reference begins a new curve, whose
         first window has no slope.
         """
         slopes = readings = reference = 0
-        for offset in range(self.every, steps - self.start, self.every):
+        for offset in range(self.every, steps - self.start - 1, self.every):
             latest = (offset - 1) // self.refresh
             readings = 1 if latest != reference else readings + 1
             reference = latest
             slopes += readings >= self.window
             if slopes > self.window:
                 return self.start + offset + 1
-        return steps
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from copy import deepcopy
 from itertools import count
@@ -28,6 +29,7 @@ from dynmo.cases.freezing.egeria import (
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
+from dynmo.extend import RunFacts
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Signals
@@ -193,6 +195,7 @@ def test_first_possible_freeze_step_matches_the_config_check(
     given = {"every": every, "window": window, "refresh": refresh, "start": start}
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(update=given)
     possible = freezing.first_stale_step(1000)
+    assert possible is not None
     with pytest.MonkeyPatch.context() as patch:
         falls = lambda *_: (-0.5) ** (next(readings) // 3)  # noqa: E731
         patch.setattr("dynmo.cases.freezing.egeria.plasticity", falls)
@@ -201,7 +204,12 @@ def test_first_possible_freeze_step_matches_the_config_check(
             layers.step(case, step)
     assert layers.frozen
     assert freezing.first_stale_step(possible + 1) == possible
-    assert freezing.first_stale_step(possible) == possible, "too short a run: as long as it"
+    assert freezing.first_stale_step(possible) is None, "too short a run"
+    if refresh < possible:
+        says = f"refresh = {refresh}: nothing can freeze in a run of {possible} steps; .* refresh$"
+        run = RunFacts(steps=possible)
+        named = Freezing(policy="egeria", **given)
+        assert any(re.search(says, line) for line in named.problems(run))
 
 
 def test_layers_without_weights_freeze_with_the_next() -> None:
