@@ -153,7 +153,7 @@ def names_checked(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
-            if name in known:
+            if name in known or (name == "keys" and "samples" not in known):
                 continue
             advice = _FORMER.get(name) or counterpart(name, python=True)
             if advice is not None:

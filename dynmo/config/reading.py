@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +30,7 @@ _logger = logging.getLogger(__name__)
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Reads a config from a TOML file and overrides."""
     data = {} if path is None else _read(Path(path))
-    if "w_granularity" in _section(data, "pipeline"):
+    if "w_granularity" in _section(data, "pipeline") and os.environ.get("RANK", "0") == "0":
         _logger.warning(
             f"{path}: pipeline.w_granularity is gone and has no effect; leave it out (each W runs "
             "where the schedule has it)"

@@ -244,13 +244,16 @@ def test_saved_config_has_only_keys_of_its_model_kind(write, kind, own):
             load(write(text), [f"model.{key}={value_text((GPT_KEYS | EMULATED_KEYS)[key])}"])
 
 
-def test_former_key_is_left_out_with_a_warning(write, caplog):
+def test_former_key_is_left_out_with_a_warning(write, caplog, monkeypatch):
     path = write('[pipeline]\nschedule = "1f1b"\nw_granularity = "linear"\n')
     assert load(path) == parse({"pipeline": {"schedule": "1f1b"}})
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: pipeline.w_granularity is gone and has no effect; leave it out (each W runs "
         "where the schedule has it)"
     ]
+    monkeypatch.setenv("RANK", "1")
+    load(path)
+    assert len(caplog.records) == 1, "rank 0 alone warns"
     with pytest.raises(ConfigError, match=r"--set: unknown key pipeline\.w_granularity"):
         load(path, ["pipeline.w_granularity=whole"])
 
