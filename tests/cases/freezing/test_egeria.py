@@ -192,7 +192,12 @@ def test_first_possible_freeze_step_matches_the_config_check(
     """The plasticity varies less and less, so it is stale as early as possible."""
     refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
     case = egeria(every=every, window=window, refresh=refresh, start=start, tolerance=0.99)
-    given = {"every": every, "window": window, "refresh": refresh, "start": start}
+    given: dict[str, Any] = {
+        "every": every,
+        "window": window,
+        "refresh": refresh,
+        "start": start,
+    }
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(update=given)
     possible = freezing.first_stale_step(1000)
     assert possible is not None
