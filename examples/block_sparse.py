@@ -59,9 +59,11 @@ class DropBlocks(dynmo.Dynamism):
                     sizes = in_blocks(weight).norm(dim=(2, 3))
                     rows, columns = (sizes > sizes.median()).nonzero(as_tuple=True)
                     form = BlockSparse.take_form(linear, {"rows": rows, "columns": columns})
-                    linear.weight = nn.Parameter(form.pack("weight", weight))
+                    packed, trains = form.pack("weight", weight), linear.weight.requires_grad
+                    linear.weight = nn.Parameter(packed, trains)
+                    prefix = f"{name}.weight/".lstrip(".")  # the layer itself has no name
                     for key, moment in moments.items():
-                        if key.startswith(f"{name}.weight/") and moment.shape == weight.shape:
+                        if key.startswith(prefix) and moment.shape == weight.shape:
                             moments[key] = form.pack("weight", moment)
             layers.rebuild(index, moments)
         return dynmo.Change(tuple(range(layers.count)), "half of the blocks are gone")

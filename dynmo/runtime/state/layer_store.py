@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dynmo.balance.group_placement import GroupPlacement
 from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
-from dynmo.errors import CheckpointError, ConfigError
+from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model, named_tensors
@@ -260,11 +260,30 @@ class LayerStore:
         """Makes an own layer run again after it got other modules or parameters.
 
         `moments` is the state of its optimizer, whole, `parameter/moment` -> tensor.
+
+        Raises:
+            RunError: A moment has not as many elements as its parameter.
         """
+        self._check_moments(index, moments)
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
         self.kept[index] = kept
         self.tied.join()
+
+    def _check_moments(self, index: int, moments: Mapping[str, Tensor]) -> None:
+        """Asks the optimizer so far which moments have an element for each of the parameter's."""
+        optimizer, parameters = self.optimizers[index], dict(self.modules[index].named_parameters())
+        for key, value in moments.items():
+            name, _, moment = key.rpartition("/")
+            if name not in parameters or name not in optimizer.parameters:
+                continue
+            shape = parameters[name].shape
+            if optimizer.is_cut(name, moment) and value.numel() != shape.numel():
+                raise RunError(
+                    f"layer {index} ({self.model.names[index]}): rebuild got {key} of "
+                    f"{list(value.shape)}, but {name} is {list(shape)}; change the moments as the "
+                    "parameter"
+                )
 
     def replace(self, index: int, tensors: dict[tuple[str, str], Tensor]) -> None:
         """Replaces one of this rank's layers by its saved state, whole.
