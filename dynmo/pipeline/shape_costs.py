@@ -20,7 +20,6 @@ from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, place
-from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.kernels.torch_private import FakeTensorMode
@@ -37,7 +36,7 @@ from dynmo.runtime.layer.pieces import Cutter, token_pieces_of
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
-from dynmo.runtime.state.spread_groups import spreading
+from dynmo.runtime.state.spread_groups import spread_linears, spreading
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit, least_limit, rank_limits
 from dynmo.schedule.op import Schedule
@@ -272,9 +271,7 @@ def _static_cost(
     }
     # ZeRO-1 divides by the replicas all bytes that are not spread (`_per_replica`).
     times = options.replicas if options.zero and options.expert > 1 else 1
-    spread = {
-        p for part in module.modules() if isinstance(part, GroupedLinear) for p in part.parameters()
-    }
+    spread = {p for linear in spread_linears(module) for p in linear.parameters()}
     trained = {
         name: gradient_bytes(p) * (times if p in spread else 1) for name, p in updated.items()
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,7 @@ class SpreadGroups:
         part = dict(module.named_modules()).get(path)
         return (
             isinstance(part, GroupedLinear)
+            and part in spread_linears(module)
             and key in part._parameters
             and part._parameters[key] is None
         )
@@ -202,11 +204,24 @@ def spreading(module: nn.Module) -> list[Spreads]:
     return [part for part in module.modules() if isinstance(part, Spreads)]
 
 
+def spread_linears(module: nn.Module) -> set[GroupedLinear]:
+    """Returns the grouped linears of the parts that spread. Every replica has the others whole."""
+    return {
+        linear
+        for part in spreading(module)
+        for linear in cast(nn.Module, part).modules()
+        if isinstance(linear, GroupedLinear)
+    }
+
+
 def _one_here(linear: GroupedLinear) -> nn.Parameter:
     return next(weight for weight in linear.weights if weight is not None)
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:
+    inside = spread_linears(module)
     return [
-        (path, part) for path, part in module.named_modules() if isinstance(part, GroupedLinear)
+        (path, part)
+        for path, part in module.named_modules()
+        if isinstance(part, GroupedLinear) and part in inside
     ]

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+import dynmo
 from dynmo.balance.group_placement import GroupPlacement, even_placement
 from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.pipeline.shape_costs import shape_costs
+from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.sharers import Sharers
 from dynmo.runtime.comm.world import World
@@ -48,6 +51,37 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
         "held": held,
         "bytes": [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in costs],
     }
+
+
+class Beside(nn.Module):
+    """Experts that spread, and a grouped linear of its own that does not."""
+
+    varying_time = True
+
+    def __init__(self, options: dynmo.ModelOptions) -> None:
+        super().__init__()
+        self.experts, self.own = ExpertsHalf(options), GroupedLinear(4, 16, 16, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.experts(x)
+        rows = x.reshape(-1, 16)
+        return x + self.own(rows, [len(rows) // 4] * 4).view(x.shape)
+
+
+def beside() -> dynmo.Sequential:
+    options = dynmo.ModelOptions(kind="moe", experts=4, **GPT)
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), Beside(options), nn.Linear(16, 16)]
+    return dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+
+
+def beside_digest(world: World, **options: int) -> str:
+    pipeline = dynmo.Pipeline(beside(), world, microbatches=2 // world.size, **options)
+    for step in range(2):
+        data = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(step))
+        own = data.chunk(world.size)[world.rank]
+        pipeline.step(own, own.sin())
+    return pipeline.digest()
 
 
 def peer_is_late(world: World) -> list[Any]:
@@ -143,6 +177,23 @@ def test_replica_holds_its_share_of_the_experts(pool: Pool, zero: int) -> None:
     assert weights < 0.55
     assert gradients == 1.0
     assert state < (0.55 if not zero else 1.1)
+
+
+def test_grouped_linear_beside_the_experts_is_whole_everywhere(pool: Pool) -> None:
+    job = f"{JOBS}beside_digest"
+    assert pool.run(job, 2, replicas=2, expert=2) == pool.run(job, 1) * 2
+
+
+def test_only_the_experts_count_as_spread() -> None:
+    own = GroupedLinear(4, 16, 16, 0.1)
+    model = dynmo.Sequential([nn.Linear(16, 16), own], loss=nn.functional.mse_loss)
+    with_experts, without = (
+        static_costs(PipelineOptions(microbatches=2, replicas=2, expert=expert, zero=1), model)[
+            1
+        ].optimizer_bytes
+        for expert in (2, 1)
+    )
+    assert with_experts == without
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
