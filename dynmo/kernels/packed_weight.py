@@ -112,8 +112,23 @@ class PackedWeight(nn.Module):
             The module.
 
         Raises:
-            ValueError: The buffers cannot be this module's.
+            ValueError: The buffers cannot be this module's, which stays as it was.
         """
+        missing = [name for name in cls.form if name not in form]
+        if missing:
+            raise ValueError(f"the form {cls.__name__} needs the buffers {', '.join(missing)}")
+        plain, buffers, parameters = type(module), dict(module._buffers), dict(module._parameters)
+        try:
+            return cls._take(module, form)
+        except BaseException:
+            module.__class__ = plain
+            for own, before in ((module._buffers, buffers), (module._parameters, parameters)):
+                own.clear()
+                own.update(before)
+            raise
+
+    @classmethod
+    def _take(cls, module: nn.Module, form: Mapping[str, Tensor]) -> Self:
         for name in module.form if isinstance(module, PackedWeight) else ():
             del module._buffers[name]
         module.__class__ = cls
@@ -121,7 +136,10 @@ class PackedWeight(nn.Module):
         for name in cls.form:
             taken.register_buffer(name, form[name])
         for name in cls.packed:
-            values, shape = taken.values(name), taken.packed_shape(name)
+            values = taken._parameters[name]
+            if values is None:  # no bias
+                continue
+            shape = taken.packed_shape(name)
             if values.shape != shape:
                 empty = torch.empty(shape, dtype=values.dtype, device="meta")
                 taken._parameters[name] = nn.Parameter(empty, values.requires_grad)

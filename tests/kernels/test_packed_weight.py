@@ -54,6 +54,38 @@ def test_a_form_replaces_the_class_alone() -> None:
     assert torch.equal(linear(x), nn.functional.linear(x, kept, linear.bias))
 
 
+class Both(Halved):
+    """Packs the bias, too."""
+
+    form = ("kept_rows",)
+    kept_rows: Tensor
+    packed = ("weight", "bias")
+
+    def packed_shape(self, name: str) -> tuple[int, ...]:
+        rows = len(self.kept_rows)
+        return (rows, self.in_features) if name == "weight" else (rows,)
+
+
+def test_a_bias_that_is_none_is_not_packed() -> None:
+    for bias in (True, False):
+        linear = Both.take_form(nn.Linear(3, 4, bias=bias), {"kept_rows": torch.tensor([1])})
+        assert linear.weight.shape == (1, 3)
+        assert linear.bias.shape == (1,) if bias else linear.bias is None
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_module_that_cannot_take_a_form_stays_as_it_was(packed: bool) -> None:
+    module = halved()[0] if packed else nn.Linear(3, 4)
+    before = type(module), dict(module.named_buffers()), dict(module.named_parameters())
+    wrong = {"rows": torch.zeros(5)}
+    for form, told in ((wrong, "weight has 5 rows"), ({}, "Halved needs the buffers rows")):
+        with pytest.raises(ValueError, match=told):
+            Halved.take_form(module, form)
+        assert type(module) is before[0]
+        for now, was in ((module._buffers, before[1]), (module.named_parameters(), before[2])):
+            assert [*dict(now).items()] == [*was.items()]
+
+
 def test_conform_knows_forms_by_their_buffers() -> None:
     class Own(nn.Linear):
         pass
