@@ -245,6 +245,9 @@ class Actions:
 
         Returns:
             Bytes that all ranks received.
+
+        Raises:
+            ConfigError: The replicas cannot hold the groups in this way.
         """
         store = self._pending.final
         if store.spread is None:
@@ -252,6 +255,7 @@ class Actions:
                 "experts cannot be placed where every replica holds all of them; set "
                 "parallel.expert"
             )
+        store.spread.check(placements)
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = store.world.everyone
         agree(everyone, holders, "the new places of groups")

@@ -167,6 +167,26 @@ class SpreadGroups:
             for part, key in places:
                 part._parameters[key] = None
 
+    def check(self, placements: Mapping[int, GroupPlacement]) -> None:
+        """Refuses placements for other layers, groups or replicas, before anything moves."""
+        for index, placement in sorted(placements.items()):
+            known = self.placements.get(index)
+            if known is None:
+                raise ConfigError(
+                    f"layer {index} has no groups to place; layers {sorted(self.placements)} have"
+                )
+            if (placement.groups, placement.ranks) != (known.groups, known.ranks):
+                raise ConfigError(
+                    f"layer {index} has {known.groups} groups on {known.ranks} replicas, and its "
+                    f"new placement {placement.groups} on {placement.ranks}; give as many"
+                )
+            idle = next((r for r in range(known.ranks) if not placement.held_by(r)), None)
+            if idle is not None:
+                raise ConfigError(
+                    f"the new placement of layer {index} leaves replica {idle} without a group; "
+                    "give each one or more"
+                )
+
     def move(
         self, index: int, module: nn.Module, placement: GroupPlacement, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], int]:

@@ -69,13 +69,13 @@ class Beside(nn.Module):
 
 
 def beside() -> dynmo.Sequential:
-    options = dynmo.ModelOptions(kind="moe", experts=4, **GPT)
+    options = dynmo.ModelOptions(kind="moe", experts=4, hidden=16, heads=2)
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16), Beside(options), nn.Linear(16, 16)]
     return dynmo.Sequential(layers, loss=nn.functional.mse_loss)
 
 
-def beside_digest(world: World, **options: int) -> str:
+def beside_digest(world: World, **options: Any) -> str:
     pipeline = dynmo.Pipeline(beside(), world, microbatches=2 // world.size, **options)
     for step in range(2):
         data = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(step))
@@ -226,6 +226,29 @@ def test_moved_expert_comes_from_one_holder() -> None:
     assert arrivals(before, after, 1) == [(0, 0), (1, 0)]
 
 
+def world_of_two() -> World:
+    device, store = torch.device("cpu"), torch.distributed.HashStore()
+    return World(0, 1, device, 1.0, 0, store).with_peers(World(0, 2, device, 1.0, 0, store))
+
+
+@pytest.mark.parametrize(
+    ("layer", "holders", "ranks", "expected"),
+    [
+        (1, ((0,), (0,), (1,), (1,)), 2, r"^layer 1 has no groups to place; layers \[2, 4\] have$"),
+        (2, ((0,), (1,)), 2, "^layer 2 has 4 groups on 2 replicas, and its new placement 2 on 2;"),
+        (2, ((0,), (1,), (2,), (3,)), 4, "new placement 4 on 4; give as many$"),
+        (4, ((0,),) * 4, 2, "placement of layer 4 leaves replica 1 without a group; give each one"),
+    ],
+)
+def test_placements_that_replicas_cannot_have_are_refused(
+    layer: int, holders: Any, ranks: int, expected: str
+) -> None:
+    groups = SpreadGroups(world_of_two(), 2, model_of(parse(tables())).build(()))
+    groups.check({2: GroupPlacement(((0, 1), (0,), (1,), (1,)), 2)})
+    with pytest.raises(ConfigError, match=expected):
+        groups.check({layer: GroupPlacement(holders, ranks)})
+
+
 @pytest.mark.parametrize(
     ("modules", "ranks", "expected"),
     [
@@ -234,9 +257,7 @@ def test_moved_expert_comes_from_one_holder() -> None:
     ],
 )
 def test_experts_that_cannot_be_shared_are_refused(modules: Any, ranks: int, expected: str) -> None:
-    device, store = torch.device("cpu"), torch.distributed.HashStore()
-    world = World(0, 1, device, 1.0, 0, store).with_peers(World(0, 2, device, 1.0, 0, store))
     if modules == "moe":
         modules = model_of(parse(tables())).build(())
     with pytest.raises(ConfigError, match=expected):
-        SpreadGroups(world, ranks, modules)
+        SpreadGroups(world_of_two(), ranks, modules)
