@@ -122,9 +122,9 @@ class PackedWeight(nn.Module):
             return cls._take(module, form)
         except BaseException:
             module.__class__ = plain
-            for own, before in ((module._buffers, buffers), (module._parameters, parameters)):
-                own.clear()
-                own.update(before)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._parameters.update(parameters)
             raise
 
     @classmethod
