@@ -22,7 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -324,12 +324,13 @@ class Dynamism(Protocol):
 
 
 @contextmanager
-def named(case: Dynamism, what: str, step: int) -> Generator[None]:
+def named(case: Dynamism, what: str, step: int | None = None) -> Generator[None]:
     """Adds the case's name to exceptions that are raised within the context."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"in {what} of case {case.name!r} at step {step}")
+        at = "" if step is None else f" at step {step}"
+        error.add_note(f"in {what} of case {case.name!r}{at}")
         raise
 
 
@@ -356,3 +357,16 @@ def checked(case: Dynamism, change: object, layers: int) -> Change | None:
             f"from 0 to {layers - 1}"
         )
     return change
+
+
+def checked_outputs(case: Dynamism, outputs: object) -> tuple[Tensor, ...]:
+    """Returns the outputs of a frozen prefix, or raises RunError if they are none."""
+    given = cast(tuple[object, ...], outputs) if isinstance(outputs, tuple) else ()
+    tensors = tuple(each for each in given if isinstance(each, Tensor))
+    if not given or len(tensors) < len(given):
+        what = type(outputs).__name__
+        raise RunError(
+            f"case {case.name!r}: the function of frozen_prefix returned a {what}; return the "
+            "outputs of the last layer, a tuple of tensors"
+        )
+    return tensors

@@ -16,6 +16,7 @@ from dynmo.pipeline.case import (
     Signals,
     TokenShares,
     checked,
+    checked_outputs,
     named,
 )
 from dynmo.pipeline.case_context import CaseContext
@@ -38,7 +39,7 @@ class Cases:
         self._context = CaseContext(engine)
         self._samples: Sequence[Hashable] | None = None
         self.skipped = 0
-        self._run: RunFrozen | None = None
+        self._run: tuple[Dynamism, RunFrozen] | None = None
         self._weak = weakref.proxy(self)
         for case in cases:
             case.check(engine.store.modules)
@@ -114,14 +115,20 @@ class Cases:
             self._samples = None
 
     def _frozen_prefix(self, layers: Sequence[int]) -> PrefixRunner | None:
-        runs = [case.frozen_prefix(layers) for case in self.all]
-        self._run = next((run for run in runs if run is not None), None)
+        self._run = None
+        for case in self.all:
+            with named(case, "frozen_prefix"):
+                run = case.frozen_prefix(layers)
+            if self._run is None and run is not None:
+                self._run = case, run
         return None if self._run is None else partial(Cases._run_frozen, self._weak)
 
     def _run_frozen(self, prefix: FrozenPrefix) -> Tensors:
         assert self._run is not None
         samples = None if self._samples is None else self._samples[prefix.microbatch]
-        outputs = self._run(prefix, samples)
+        case, run = self._run
+        with named(case, "the frozen prefix"):
+            outputs = checked_outputs(case, run(prefix, samples))
         self.skipped += prefix.skipped
         return outputs
 
@@ -130,7 +137,8 @@ class Cases:
         if not changed:
             return
         for case in self.all:
-            case.changed(changed)
+            with named(case, "changed"):
+                case.changed(changed)
 
     def forecasts(self, step: int) -> list[Sequence[Forecast]]:
         return [case.forecast(step) for case in self.all]

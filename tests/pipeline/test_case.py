@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import dynmo
 from dynmo.cases.freezing.case import ScheduledFreezing
 from dynmo.config import parse
 from dynmo.elastic.launcher.rank_side import describe
 from dynmo.errors import ConfigError, RunError
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
 from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.case_registry import from_class, make_cases
+from dynmo.pipeline.cases import Cases
 from tests.cases.kept import cases_of
 from tests.cases.own_case import LayerDrop
 from tests.equality import RANDOM_MOVES, fields_of, run
 from tests.pool import Pool
+from tests.runtime import alone
 
 HERE = "tests.pipeline.test_case:"
 OWN = "python:tests.cases.own_case:LayerDrop"
@@ -148,6 +153,52 @@ def test_an_exception_names_the_case() -> None:
         raise KeyError("oops")
     assert error.value.__notes__ == ["in act of case 'freezing' at step 3"]
     assert describe(error.value, 0).endswith(", in act of case 'freezing' at step 3")
+
+
+class OwnPrefix(Freezing):
+    """Runs frozen layers by a given function."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def frozen_prefix(self, layers: Sequence[int]) -> Any:
+        return self.run
+
+
+def failing(*_: Any) -> None:
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize("outputs", [None, (), (None,), [torch.ones(1)]])
+def test_the_outputs_of_a_frozen_prefix_are_checked(outputs: Any) -> None:
+    engine = alone.gpt(blocks=1, hidden=8, heads=1, sequence=8)
+    cases = Cases([OwnPrefix(lambda *_: outputs)], engine)
+    cases.take_over(engine)
+    Actions(engine).freeze([0])
+    what = rf"case 'freezing': .* returned a {type(outputs).__name__}; return .* a tuple of tensors"
+    with pytest.raises(RunError, match=what):
+        engine.evaluate(*alone.tokens(0), alone.MICROBATCHES)
+
+
+def test_an_exception_of_a_frozen_prefix_names_the_case() -> None:
+    engine = alone.gpt(blocks=1, hidden=8, heads=1, sequence=8)
+    case = OwnPrefix(failing)
+    cases = Cases([case], engine)
+    cases.take_over(engine)
+    Actions(engine).freeze([0])
+    with pytest.raises(Exception, match="oops") as error:
+        engine.evaluate(*alone.tokens(0), alone.MICROBATCHES)
+    assert "in the frozen prefix of case 'freezing'" in describe(error.value, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case, "changed", failing)
+        with pytest.raises(KeyError) as error:
+            Actions(engine).unfreeze([0])
+    assert error.value.__notes__ == ["in changed of case 'freezing'"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case, "frozen_prefix", failing)
+        with pytest.raises(KeyError) as error:
+            cases._frozen_prefix([0])
+    assert error.value.__notes__ == ["in frozen_prefix of case 'freezing'"]
 
 
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
