@@ -115,8 +115,11 @@ def place(error: BaseException, own: bool = False) -> str:
     """
     if isinstance(error, SyntaxError):  # its message names the line
         return ""
+    # Code that Python has made, such as the constructor of a dataclass, has no file.
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.name == "<module>" or not f.filename.startswith("<")
     ]
     files = [Path(f.filename) for f in frames]
     users = [f for f, file in zip(frames, files, strict=True) if not _is_installed(file)]

@@ -104,3 +104,10 @@ def ranks(folder: Path) -> dict[int, int]:
             continue
         by_rank |= {int(v.removeprefix(b"RANK=")): pid for v in variables if v.startswith(b"RANK=")}
     return by_rank
+
+
+def catches(process: subprocess.Popen[str], number: int) -> bool:
+    """Returns whether a process has a handler of a signal (Linux)."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> number - 1 & 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import Run, assert_refused, end, events, fill, free_port, train
-from tests.processes import end_all, wait_until
+from tests.processes import catches, end_all, wait_until
 
 MODEL = """
 from torch import nn
@@ -79,6 +79,7 @@ def test_newcomer_with_other_code_is_refused(tmp_path: Path) -> None:
             assert_refused(end(process, 100), "refused", *mentions)
             wait_until(partial(told, folder, mentions), 20)
         assert alike.poll() is None, "it has the same code, and waits"
+        wait_until(partial(catches, alike, signal.SIGTERM), 60)
         alike.send_signal(signal.SIGTERM)
         assert end(alike).status == 0
         run.send_signal(signal.SIGTERM)

@@ -66,7 +66,9 @@ def test_no_module_of_torch_holds_a_group(pool: Pool) -> None:
 @pytest.mark.matrix  # a launcher and two processes each
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_interrupted_loop_says_one_line_a_rank(tmp_path: Path, who: str) -> None:
-    command = [sys.executable, *TORCHRUN, str(HERE / "endless.py")]
+    # torchrun looks after 5 s, and then ends the rank that has not said its line.
+    patient = "--monitor-interval=5"
+    command = [sys.executable, *TORCHRUN, patient, str(HERE / "endless.py")]
     process = start(command, tmp_path, {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"})
     try:
         assert process.stdout is not None
@@ -87,7 +89,7 @@ def test_interrupted_loop_says_one_line_a_rank(tmp_path: Path, who: str) -> None
     if who == "all":
         assert all(": interrupted (endless.py:" in line for line in lines)
     else:
-        assert sum(": interrupted (endless.py:" in line for line in lines) == 1
+        assert sum(": interrupted (endless.py:" in line for line in lines) == 1, err
         assert sum(bool(re.search(r"because rank \d was interrupted", line)) for line in lines) == 1
 
 
