@@ -196,13 +196,16 @@ def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _form_of(module: nn.Module, buffers: Mapping[str, Tensor]) -> type[PackedWeight] | None:
-    """Returns the form that a module with these buffers has. The last class that was made counts.
+    """Returns the form whose buffers are all that the plain module lacks.
 
-    So a copy of a case finds its own classes.
+    The last class that was made counts, so a copy of a case finds its own classes.
     """
-    plain = module.plain if isinstance(module, PackedWeight) else plain_class(type(module))
+    packed = isinstance(module, PackedWeight)
+    plain = module.plain if packed else plain_class(type(module))
+    usual = module._buffers.keys() - {*(module.form if packed else ())}
+    form = {name for name in buffers if "." not in name} - usual
     fitting = (kind for kind in reversed(_FORMS) if kind.plain is plain and kind.form)
-    return next((kind for kind in fitting if buffers.keys() >= {*kind.form}), None)
+    return next((kind for kind in fitting if form == {*kind.form}), None)
 
 
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
+from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import PackedWeight, conform, dense_parameters, guarded
 
 
@@ -98,6 +99,21 @@ def test_conform_knows_forms_by_their_buffers() -> None:
     assert target[0].weight.shape == source[0].weight.shape
     with pytest.raises(ValueError, match=r"^0\.weight has 5 rows"):
         conform(nn.Sequential(nn.Linear(3, 4)), {"0.rows": torch.zeros(5)})
+
+
+def test_conform_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form whose buffers are some of those of another, and is made later, is not that other."""
+    monkeypatch.setattr(packed_weight, "_FORMS", [*packed_weight._FORMS])
+
+    class Columns(Halved):
+        form = ("col",)
+
+    linear = nn.Linear(3, 2)
+    conform(linear, {"crow": torch.tensor([0, 1, 2]), "col": torch.tensor([2, 0])})
+    assert type(linear).__name__ == "SparseLinear"
+    conform(linear, {"crow": torch.tensor([0, 1, 1]), "col": torch.tensor([2])})
+    assert linear.weight.shape == (1, 1)
+    assert type(linear) is not Columns
 
 
 @pytest.mark.parametrize("fails", [True, False])
