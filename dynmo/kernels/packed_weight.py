@@ -68,6 +68,9 @@ class PackedWeight(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "form" in vars(cls):
+            for name in ("packed_shape", "pack", "unpack"):
+                if getattr(cls, name) is getattr(PackedWeight, name):
+                    raise TypeError(f"{cls.__name__} is a PackedWeight without {name}; write it")
             _FORMS.append(cls)
 
     def __getattr__(self, name: str) -> Any:

@@ -49,7 +49,10 @@ def report_uncaught(world: World) -> None:
 def _end(status: int) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
+    _end_threads()
     end_process(status)
+
+
+def _end_threads() -> None:
+    """Waits for threads as Python does at its end: idle workers of an executor are told to end."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]

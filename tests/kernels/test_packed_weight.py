@@ -151,3 +151,13 @@ print(type(module[0]).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "SparseLinear\n"
+
+
+def test_a_form_without_one_of_its_methods_is_refused() -> None:
+    with pytest.raises(TypeError, match="Half is a PackedWeight without pack; write it"):
+
+        class Half(PackedWeight, nn.Linear):  # pyright: ignore[reportUnusedClass]
+            plain, form = nn.Linear, ("half",)
+
+            def packed_shape(self, name: str) -> tuple[int, ...]:
+                return (1,)

@@ -5,11 +5,16 @@ Usage: torchrun --nproc-per-node=2 tests/pipeline/endless.py
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
 import dynmo
 
+# A worker that waits for work, as libraries keep them, does not hold up the end.
+workers = ThreadPoolExecutor(1)
+workers.submit(int).result()
 with dynmo.init(device="cpu", timeout=60) as world:
     torch.manual_seed(0)
     model = dynmo.Sequential([nn.Linear(8, 8) for _ in range(4)], loss=nn.functional.mse_loss)
