@@ -115,11 +115,12 @@ def place(error: BaseException, own: bool = False) -> str:
     """
     if isinstance(error, SyntaxError):  # its message names the line
         return ""
-    # Code that Python has made, such as the constructor of a dataclass, has no file.
+    # Only a program given with -c or typed in has no file. So has code that Python makes inside it,
+    # such as the constructor of a dataclass.
     frames = [
         f
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.name == "<module>" or not f.filename.startswith("<")
+        for depth, f in enumerate(traceback.extract_tb(error.__traceback__))
+        if not f.filename.startswith("<") or (depth == 0 and f.name == "<module>")
     ]
     files = [Path(f.filename) for f in frames]
     users = [f for f, file in zip(frames, files, strict=True) if not _is_installed(file)]

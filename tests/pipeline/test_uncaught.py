@@ -53,6 +53,20 @@ def test_uncaught_error_is_one_line(
     assert ended == [status]
 
 
+def test_interruption_in_generated_code_names_the_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python makes classes of records with exec: a Ctrl-C there names the line that asked."""
+    monkeypatch.setattr(uncaught, "_end", lambda _: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    uncaught.report_uncaught(replace(alone(), size=2))
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert re.search(r"interrupted \(test_uncaught\.py:\d+\)", capsys.readouterr().err)
+
+
 def test_world_of_one_rank_leaves_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = sys.excepthook
