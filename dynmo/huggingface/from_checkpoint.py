@@ -114,7 +114,8 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
     tensors: Contents = checkpoint.load_layer(path, index, torch.device("cpu"))
     if model.lora is not None:
         return _adapters(tensors, model.saved)
-    tensors = checkpoint.fit(index, model.names[index], module, tensors)
+    forms = checkpoint.load_manifest(path, index).forms
+    tensors = checkpoint.fit(index, model.names[index], module, tensors, forms)
     flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
     optimizer = fill(module, tensors, flags)
     masters = {

@@ -4,8 +4,8 @@
     crow, col    buffers of the form: they move and are saved, too
 
 What dynmo must know of such a module is in its class, `PackedWeight`. A module takes its form on
-the rank that packs it. It takes the same form on every rank where its layer arrives or is loaded:
-the form's buffers tell which.
+the rank that packs it. It takes the same form on every rank where its layer arrives or is loaded.
+The name of the form's class tells which. Without a name, the form's buffers tell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import RunError
+from dynmo.errors import RunError, place
 from dynmo.kernels.deferral import plain_class
 
 _FORMS: list[type[PackedWeight]] = []
@@ -123,12 +123,16 @@ class PackedWeight(nn.Module):
         plain, buffers, parameters = type(module), dict(module._buffers), dict(module._parameters)
         try:
             return cls._take(module, form)
-        except BaseException:
+        except BaseException as error:
             module.__class__ = plain
             module._buffers.clear()
             module._buffers.update(buffers)
             module._parameters.update(parameters)
-            raise
+            if isinstance(error, ValueError) or not isinstance(error, Exception):
+                raise
+            raise ValueError(
+                f"{cls.__name__}.packed_shape raised {type(error).__name__}: {error}{place(error)}"
+            ) from error
 
     @classmethod
     def _take(cls, module: nn.Module, form: Mapping[str, Tensor]) -> Self:
@@ -171,8 +175,47 @@ def dense_parameters(
         yield key, unpacked(module.get_submodule(path), name, tensor)
 
 
-def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+def forms_of(module: nn.Module) -> dict[str, str]:
+    """Returns the forms of a layer's parts, path -> `module:class`. dynmo's may change modules."""
+    forms = dict[str, str]()
+    for path, part in module.named_modules():
+        if isinstance(part, PackedWeight) and part.form:
+            kind = next(kind for kind in type(part).__mro__ if "form" in vars(kind))
+            forms[path] = f"{_module_of(kind)}:{kind.__qualname__}"
+    return forms
+
+
+def unknown_form(forms: Mapping[str, str]) -> str | None:
+    """Returns the name of a form whose class nothing has imported, or None.
+
+    Never imports by a name: it may come from a file.
+    """
+    for name in forms.values():
+        if not any(_has_name(kind, name) for kind in _FORMS):
+            import_module(_OWN_FORMS)
+            if not any(_has_name(kind, name) for kind in _FORMS):
+                return name
+    return None
+
+
+def _module_of(kind: type) -> str:
+    return "dynmo" if kind.__module__.startswith("dynmo.") else kind.__module__
+
+
+def _has_name(kind: type, name: str) -> bool:
+    module, _, qualname = name.partition(":")
+    # A script is another module for those that import it.
+    modules = {module, _module_of(kind)}
+    return kind.__qualname__ == qualname and (len(modules) == 1 or "__main__" in modules)
+
+
+def conform(
+    module: nn.Module, buffers: Mapping[str, Tensor], forms: Mapping[str, str] | None = None
+) -> None:
     """Gives the parts of a layer the forms of a layer with these buffers. Values are not set.
+
+    Args:
+        forms: Known forms by path (`forms_of`). A form of any other part is that of its buffers.
 
     Raises:
         ValueError: A packed weight cannot be this layer's.
@@ -182,10 +225,11 @@ def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         given = {
             key.removeprefix(prefix): t for key, t in buffers.items() if key.startswith(prefix)
         }
-        kind = _form_of(part, given)
+        form = (forms or {}).get(path)
+        kind = _form_of(part, given, form)
         if kind is None and any("." not in name and name not in part._buffers for name in given):
             import_module(_OWN_FORMS)
-            kind = _form_of(part, given)
+            kind = _form_of(part, given, form)
         if kind is not None:
             try:
                 kind.take_form(part, given)
@@ -198,16 +242,21 @@ def conform(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
             )
 
 
-def _form_of(module: nn.Module, buffers: Mapping[str, Tensor]) -> type[PackedWeight] | None:
+def _form_of(
+    module: nn.Module, buffers: Mapping[str, Tensor], name: str | None
+) -> type[PackedWeight] | None:
     """Returns the form whose buffers are all that the plain module lacks.
 
-    The last class that was made counts, so a copy of a case finds its own classes.
+    If several have no name to tell, the form that the module has counts, or the last class that was
+    made, so a copy of a case finds its own classes.
     """
     packed = isinstance(module, PackedWeight)
     plain = module.plain if packed else plain_class(type(module))
     usual = module._buffers.keys() - {*(module.form if packed else ())}
     form = {name for name in buffers if "." not in name} - usual
-    fitting = (kind for kind in reversed(_FORMS) if kind.plain is plain and kind.form)
+    known = [*_FORMS, *([type(module)] if packed else [])]
+    fitting = (kind for kind in reversed(known) if kind.plain is plain and kind.form)
+    fitting = (kind for kind in fitting if not name or _has_name(kind, name))
     return next((kind for kind in fitting if form == {*kind.form}), None)
 
 

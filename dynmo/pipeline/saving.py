@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,12 +110,17 @@ def saved_layers(engine: Engine) -> Iterator[tuple[int, tuple[nn.Module, dict[st
                 yield index, (module, state)
 
 
-def restore_layer(engine: Engine, index: int, tensors: dict[tuple[str, str], Tensor]) -> None:
+def restore_layer(
+    engine: Engine,
+    index: int,
+    tensors: dict[tuple[str, str], Tensor],
+    forms: Mapping[str, str] | None = None,
+) -> None:
     """Replaces one of this rank's layers by its tensors in a checkpoint."""
     engine.pending.assert_final()
     store = engine.store
     tensors = store.own_part(index, tensors)
-    tensors = checkpoint.fit(index, store.model.names[index], store.modules[index], tensors)
+    tensors = checkpoint.fit(index, store.model.names[index], store.modules[index], tensors, forms)
     store.replace(index, tensors)
     engine.programs.relower()
 
@@ -200,12 +205,12 @@ def restore_engine(
             _warn_of_changes(engine.store.identity.with_code(cases), path, state["identity"])
         for index in engine.store.own:
             module = engine.store.modules[index]
-            base = checkpoint.load_manifest(path, index).base
-            left_out = from_base(f"layer {index} ({engine.model.names[index]})", module, base)
+            manifest, layer = checkpoint.load_manifest(path, index), engine.model.names[index]
+            left_out = from_base(f"layer {index} ({layer})", module, manifest.base)
             tensors = checkpoint.load_layer(path, index, engine.store.world.device)
             tensors |= {("parameter", name): tensor for name, tensor in left_out.items()}
-            restore_layer(engine, index, tensors)
-            _restore_modes(engine, path, index)
+            restore_layer(engine, index, tensors, manifest.forms)
+            _restore_modes(engine, path, index, manifest.evaluating)
     except CheckpointError as error:
         failure = error
     failures = share_failures(engine.store.world, failure, "the checkpoint's layers to be read")
@@ -214,10 +219,10 @@ def restore_engine(
     _restore_cases(engine, state, cases)
 
 
-def _restore_modes(engine: Engine, path: Path, index: int) -> None:
+def _restore_modes(engine: Engine, path: Path, index: int, then: Collection[str]) -> None:
     """Sets a layer's modules to the modes that they had. A warning names one that had another."""
     module = engine.store.modules[index]
-    then, now = checkpoint.load_manifest(path, index).evaluating, evaluating_parts(module)
+    now = evaluating_parts(module)
     for part in sorted({*then} ^ {*now})[:1]:
         was, other = ("evaluation", "training") if part in then else ("training", "evaluation")
         _logger.warning(

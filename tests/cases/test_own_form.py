@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.errors import RunError
+from dynmo.balance.partition import Move
+from dynmo.errors import CheckpointError, ConfigError, RunError
+from dynmo.kernels import packed_weight
+from dynmo.runtime.state.migration import pack, unpack
 from tests.cli.runs import free_port
 from tests.pool import Pool
 
@@ -52,9 +55,11 @@ def world() -> Iterator[dynmo.World]:
         yield made
 
 
-def trained(world: dynmo.World, wraps: bool, packs_moments: bool = True) -> list[nn.Module]:
-    """Trains layers that are linears, or sequences of one. The first weight is frozen."""
-    names: dict[str, Any] = {}
+def make(
+    world: dynmo.World, wraps: bool, packs_moments: bool = True, **options: Any
+) -> dynmo.Pipeline:
+    """Makes layers that are linears, or sequences of one. The first weight is frozen."""
+    names: dict[str, Any] = {"__name__": "shown"}
     code = "\n".join(shown())
     exec(code if packs_moments else code.replace("moment.shape ==", "None =="), names)
     torch.manual_seed(0)
@@ -63,12 +68,22 @@ def trained(world: dynmo.World, wraps: bool, packs_moments: bool = True) -> list
     parts = [nn.Sequential(linear) for linear in linears] if wraps else linears
     model = dynmo.Sequential(parts, loss=nn.functional.mse_loss)
     case = names["DropBlocks"]()
-    pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=[case])
+    return dynmo.Pipeline(model, world, microbatches=2, cases=[case], **options)
+
+
+def trained(world: dynmo.World, wraps: bool, packs_moments: bool = True) -> list[nn.Module]:
+    return modules(train(make(world, wraps, packs_moments)), wraps)
+
+
+def train(pipeline: dynmo.Pipeline) -> dynmo.Pipeline:
     for step in range(4):
         data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         pipeline.step(data, data.sin())
-    modules = pipeline._engine.store.modules
-    return [module.get_submodule("0" if wraps else "") for module in modules]
+    return pipeline
+
+
+def modules(pipeline: dynmo.Pipeline, wraps: bool = False) -> list[nn.Module]:
+    return [x.get_submodule("0" if wraps else "") for x in pipeline._engine.store.modules]
 
 
 def test_a_layer_that_is_a_linear_is_packed_with_its_moments(world: dynmo.World) -> None:
@@ -84,3 +99,34 @@ def test_moments_that_do_not_fit_are_refused(world: dynmo.World) -> None:
     told = r"layer 1 \(1\.Linear\): rebuild got weight/exp_avg of \[16, 16\], but weight is \[8, "
     with pytest.raises(RunError, match=told):
         trained(world, False, packs_moments=False)
+
+
+def test_a_saved_form_is_that_of_its_class(
+    world: dynmo.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weight, "_FORMS", [*packed_weight._FORMS])
+    pipeline = train(make(world, False))
+    pipeline.save(tmp_path)
+    kind: Any = type(modules(pipeline)[0])
+    body = {"form": kind.form, "packed_shape": lambda *_: (1, 1)}
+    type("Other", (kind,), body)  # of the same buffers, and the last one
+    resumed = make(world, False, resume=tmp_path)
+    assert resumed.digest() == pipeline.digest()
+    assert [type(x).__name__ for x in modules(resumed)] == ["BlockSparse", "BlockSparse"]
+
+
+def test_a_form_that_nothing_has_imported_is_named(
+    world: dynmo.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = train(make(world, False))
+    pipeline.save(tmp_path)
+    text, _ = pack(1, pipeline._engine.store.modules[1], {})
+    move = Move(1, 0, 0)
+    # The class that `make` defines stays unknown.
+    monkeypatch.setattr(packed_weight.PackedWeight, "__init_subclass__", lambda: None)
+    monkeypatch.setattr(packed_weight, "_FORMS", [])
+    with pytest.raises(CheckpointError, match=r"^layer 0 .* as shown:BlockSparse, which is"):
+        make(world, False, resume=tmp_path)
+    store = pipeline._engine.store
+    with pytest.raises(ConfigError, match=r"^layer 1 .* packed as shown:BlockSparse, which this"):
+        store.check_arrival(move, unpack(text, move, torch.device("meta")))

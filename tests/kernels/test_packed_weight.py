@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from dynmo.errors import RunError
 from dynmo.kernels import packed_weight
-from dynmo.kernels.packed_weight import PackedWeight, conform, dense_parameters, guarded
+from dynmo.kernels.packed_weight import (
+    PackedWeight,
+    conform,
+    dense_parameters,
+    forms_of,
+    guarded,
+    unknown_form,
+)
 
 
 class Halved(PackedWeight, nn.Linear):
@@ -79,7 +86,11 @@ def test_a_module_that_cannot_take_a_form_stays_as_it_was(packed: bool) -> None:
     module = halved()[0] if packed else nn.Linear(3, 4)
     before = type(module), dict(module.named_buffers()), dict(module.named_parameters())
     wrong = {"rows": torch.zeros(5)}
-    for form, told in ((wrong, "weight has 5 rows"), ({}, "Halved needs the buffers rows")):
+    for form, told in (
+        (wrong, "weight has 5 rows"),
+        ({}, "Halved needs the buffers rows"),
+        ({"rows": torch.tensor(5)}, r"^Halved\.packed_shape raised TypeError: len.*test_packed"),
+    ):
         with pytest.raises(ValueError, match=told):
             Halved.take_form(module, form)
         assert type(module) is before[0]
@@ -114,6 +125,37 @@ def test_conform_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) ->
     conform(linear, {"crow": torch.tensor([0, 1, 1]), "col": torch.tensor([2])})
     assert linear.weight.shape == (1, 1)
     assert type(linear) is not Columns
+
+
+def test_a_name_tells_forms_with_the_same_buffers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weight, "_FORMS", [*packed_weight._FORMS])
+
+    class Odd(Halved):
+        """Has the buffers of another form."""
+
+        form = ("rows",)
+
+        def packed_shape(self, name: str) -> tuple[int, ...]:
+            return len(self.rows), self.in_features + 1
+
+    buffers = {"rows": torch.tensor([0, 2])}
+    for kind, columns in ((Halved, 3), (Odd, 4)):
+        forms = forms_of(kind.take_form(nn.Linear(3, 4), buffers))
+        assert forms == {"": f"{__name__}:{kind.__qualname__}"}
+        for linear in (nn.Linear(3, 4), Odd.take_form(nn.Linear(3, 4), buffers)):
+            conform(linear, buffers, forms)
+            assert (type(linear), linear.weight.shape) == (kind, (2, columns))
+            conform(linear, buffers)
+            assert type(linear) is kind, "without a name it stays as it is"
+    conform(linear := nn.Linear(3, 4), buffers)
+    assert type(linear) is Odd, "the last one"
+
+
+def test_unknown_form() -> None:
+    known = ["dynmo:SparseLinear", f"{__name__}:Halved", "__main__:Halved"]
+    assert unknown_form(dict(enumerate(known))) is None  # pyright: ignore[reportArgumentType]
+    for name in ("dynmo:Halved", f"{__name__}:Absent", "json:Halved"):
+        assert unknown_form({"": known[0], "a": name}) == name
 
 
 @pytest.mark.parametrize("fails", [True, False])

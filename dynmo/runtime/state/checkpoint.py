@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
-from dynmo.kernels.packed_weight import conform
+from dynmo.kernels.packed_weight import conform, unknown_form
 from dynmo.runtime.comm.attempt import Attempt
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
@@ -317,23 +317,36 @@ def load_layer(path: Path, index: int, device: torch.device) -> Contents:
     return tensors
 
 
-def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
+def fit(
+    index: int,
+    name: str,
+    module: nn.Module,
+    tensors: Contents,
+    forms: Mapping[str, str] | None = None,
+) -> Contents:
     """Gives a layer's module the form that it has in a checkpoint.
+
+    Args:
+        forms: Forms of its packed weights. Earlier versions of dynmo saved none.
 
     Returns:
         The tensors that the module shall take. A buffer that the module makes for itself (not
         `persistent`) is among them only if it has the same shape.
 
     Raises:
-        CheckpointError: The layer has another shape or dtype.
+        CheckpointError: The layer has another shape or dtype, or its form is not known here.
     """
-    try:
-        conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
-    except ValueError as error:
-        raise CheckpointError(
-            f"layer {index} ({name}): {error}; resume with the run's own config"
-        ) from None
     layer = f"layer {index} ({name})"
+    if (form := unknown_form(forms or {})) is not None:
+        raise CheckpointError(
+            f"{layer} has weights that are packed as {form}, which is not imported here; name its "
+            "case in dynamism.cases, or import it before the checkpoint is read"
+        )
+    buffers = {key: t for (section, key), t in tensors.items() if section == "buffer"}
+    try:
+        conform(module, buffers, forms)
+    except ValueError as error:
+        raise CheckpointError(f"{layer}: {error}; resume with the run's own config") from None
     _check_shapes(layer, module, tensors)
     left_out = _remade_buffers(layer, module, tensors)
     _check_dtypes(layer, module, tensors)

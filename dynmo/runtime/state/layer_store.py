@@ -25,6 +25,7 @@ from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
+from dynmo.kernels.packed_weight import unknown_form
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model, named_tensors
 from dynmo.runtime.comm.agreement import first_difference, share_failures
@@ -379,11 +380,16 @@ class LayerStore:
             raise ConfigError(next(iter(failures.values()))) from failure
 
     def check_arrival(self, move: Move, arrival: Arrival) -> None:
-        """Refuses a layer whose hooks this rank does not have.
+        """Refuses a layer whose hooks or packed weights this rank does not have.
 
-        A module that the user gave on this rank has those that were registered on all ranks.
+        A module that the user gave on this rank has the hooks that were registered on all ranks.
         """
         module, index = self.modules[move.layer], move.layer
+        if (form := unknown_form(arrival.forms)) is not None:
+            raise ConfigError(
+                f"layer {index} ({type(module).__name__}) comes with weights that are packed as "
+                f"{form}, which this rank has not imported; import it on every rank"
+            )
         given = self.model.given[index] if self.model.given else module
         if isinstance(given, nn.Module):
             follow_hooks(module, given)
@@ -429,7 +435,7 @@ class LayerStore:
         module = self.modules[arrival.layer]
         set_modes(module, arrival.evaluating)
         set_scalars(module, arrival.scalars)
-        return fill(module, arrival.tensors, arrival.flags)
+        return fill(module, arrival.tensors, arrival.flags, arrival.forms)
 
     def empty(self) -> None:
         """Drops all layers, since this rank has left the run."""

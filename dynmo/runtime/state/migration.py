@@ -15,7 +15,7 @@ not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
-from dynmo.kernels.packed_weight import conform
+from dynmo.kernels.packed_weight import conform, forms_of
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import (
     DTYPES,
@@ -63,13 +63,12 @@ class Manifest(BaseModel):
     hooks: list[str] = []
     scalars: Scalars = {}
     base: BaseWeights | None = None
+    forms: dict[str, str] = {}
 
     def text(self) -> str:
         """Returns JSON, which earlier versions of dynmo read if all modules train."""
-        unset = {
-            name for name in ("evaluating", "hooks", "scalars", "base") if not getattr(self, name)
-        }
-        return self.model_dump_json(exclude=unset)
+        optional = ("evaluating", "hooks", "scalars", "base", "forms")
+        return self.model_dump_json(exclude={name for name in optional if not getattr(self, name)})
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -94,13 +93,19 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
     return out
 
 
-def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
+def fill(
+    module: nn.Module,
+    tensors: Contents,
+    flags: dict[str, bool],
+    forms: Mapping[str, str] | None = None,
+) -> dict[str, Tensor]:
     """Puts tensors into a module. Returns the optimizer's.
 
     A module with memory keeps its own tensors, with other values, so that references to them stay
     right. Shapes may differ: parts with packed weights take the form that they have at the source.
     """
-    conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
+    buffers = {name: t for (section, name), t in tensors.items() if section == "buffer"}
+    conform(module, buffers, forms)
     for name in [n for n, _ in module.named_parameters()]:
         owner, key = _owner(module, name)
         value = tensors["parameter", name]
@@ -149,6 +154,7 @@ class Arrival:
         evaluating: Modules in evaluation mode.
         hooks: Names of hooks (`hooks_of`).
         scalars: Attributes of its modules.
+        forms: Forms of its packed weights.
     """
 
     layer: int
@@ -157,6 +163,7 @@ class Arrival:
     evaluating: list[str]
     hooks: list[str]
     scalars: Scalars
+    forms: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -289,7 +296,8 @@ def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
         )
         for (section, name), t in tensors.items()
     ]
-    return Manifest(layer=layer, tensors=records, evaluating=evaluating_parts(module))
+    beside = {"evaluating": evaluating_parts(module), "forms": forms_of(module)}
+    return Manifest(layer=layer, tensors=records, **beside)
 
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
@@ -322,9 +330,8 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
     names = [(r.section, r.name) for r in manifest.tensors]
     tensors = dict(zip(names, room_for(spec, device), strict=True))
-    return Arrival(
-        move.layer, tensors, manifest.flags, manifest.evaluating, manifest.hooks, manifest.scalars
-    )
+    beside = manifest.evaluating, manifest.hooks, manifest.scalars, manifest.forms
+    return Arrival(move.layer, tensors, manifest.flags, *beside)
 
 
 def _send(
