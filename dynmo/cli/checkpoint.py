@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynmo.cli.options import command
+from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def export(options: ExportOptions) -> None:
     for problem in problems:
         _logger.warning(f"{problem}; {path.name} is exported")
     model = _model(options, path, manifest.layers)
+    _import_forms(path, model.layers)
     with _progress(path, model.layers) as listen:
         done = export_checkpoint(path, model, options.folder, dtype, listen, merge=options.merge)
     if options.as_json:
@@ -114,11 +116,28 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
     )
 
 
+def _import_forms(path: Path, layers: int) -> None:
+    """Imports the cases of the run's user if a layer has weights that they have packed."""
+    from dynmo.config import load
+    from dynmo.kernels.packed_weight import unknown_form
+    from dynmo.runtime.state.checkpoint import load_manifest
+    from dynmo.train.setup import own_cases
+
+    missing = (unknown_form(load_manifest(path, index).forms) for index in range(layers))
+    if any(missing) and (file := _file_of(path)).is_file():
+        import_from_working_folder()
+        own_cases(load(file))
+
+
+def _file_of(path: Path) -> Path:
+    return path.resolve().parents[1] / "config.toml"
+
+
 def _config_of(path: Path) -> Config:
     """Returns the config of the run that a checkpoint belongs to."""
     from dynmo.config import load
 
-    file = path.resolve().parents[1] / "config.toml"
+    file = _file_of(path)
     if not file.is_file():
         raise InputError(
             f"{path} belongs to no run of dynmo train ({file} is missing); give the folder that "

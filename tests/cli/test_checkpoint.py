@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,8 @@ from torch import nn
 import dynmo
 from dynmo.cases.pruning.sparse_linear import linears, prune
 from dynmo.huggingface import from_checkpoint, from_pretrained, save_pretrained
+from dynmo.kernels import packed_weight
+from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
@@ -146,6 +150,48 @@ def test_pruned_weights_are_dense(world: World, tmp_path: Path, export: Run, spa
     save_pretrained(pipeline, tmp_path / "wanted")
     assert files(tmp_path / "made") == files(tmp_path / "wanted")
     assert (load_file(tmp_path / "made" / "model.safetensors")[f"{name}.weight"] == 0).any()
+
+
+OWN = """
+import dynmo
+from tests.kernels.test_packed_weight import Halved
+
+class Rows(Halved):
+    form = ("rows",)
+
+class Packs(dynmo.Dynamism):
+    name = "packs"
+
+    def act(self, step, layers):
+        pass
+"""
+
+
+def test_forms_of_the_run_s_own_cases_are_imported(
+    world: World, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
+    save_model(source)
+    (tmp_path / "own_rows.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = [*packed_weight._FORMS]
+    monkeypatch.setattr(packed_weight, "_FORMS", [*known])
+    rows: type[PackedWeight] = importlib.import_module("own_rows").Rows
+    pipeline = trained(world, source)
+    _, linear = next(linears(pipeline._engine.store.modules[1]))
+    packed = rows.take_form(linear, {"rows": torch.arange(0, linear.out_features, 2)})
+    linear.weight = nn.Parameter(torch.ones(packed.packed_shape("weight")))
+    Actions(pipeline._engine).rebuild(1, {})
+    in_run(pipeline, run, source)
+    save_pretrained(pipeline, tmp_path / "wanted")
+    del sys.modules["own_rows"]
+    packed_weight._FORMS[:] = known
+    assert_refused(export(run, tmp_path / "made"), "as own_rows:Rows, which is not imported here")
+    with (run / "config.toml").open("a") as file:
+        file.write('[dynamism]\ncases = ["python:own_rows:Packs"]\n')
+    assert export(run, tmp_path / "made").status == 0
+    assert files(tmp_path / "made") == files(tmp_path / "wanted")
 
 
 def test_what_is_no_checkpoint_is_refused(world: World, tmp_path: Path, export: Run) -> None:
