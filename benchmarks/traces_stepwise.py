@@ -130,18 +130,18 @@ class Placements:
         self.even = in_halves(uniform(blocks, ranks))
         # ZB-H1 orders the ops in the same way whatever they cost, so one schedule serves all.
         costs = pipeline_costs(dense(blocks, SEQUENCE), self.even)
-        self._table = by_name("zb-h1", self.microbatches)(costs).table
+        self._schedule = by_name("zb-h1", self.microbatches)(costs)
         self._sends = np.zeros((ranks, 2 * blocks + 1))
         self.place = cache(self._place)
         self._works = cache(self._sums)
 
     def seconds(self, layers: Layers, placement: Partition) -> float:
         """Returns the makespan of a step."""
-        table, bounds = self._table, np.array(placement.bounds, np.int64)
+        bounds = np.array(placement.bounds, np.int64)
         return compiled_replay(
-            table.rows,
-            table.counts,
-            table.stage_ranks,
+            self._schedule.order,
+            self._schedule.graph,
+            np.arange(self.ranks),
             self._works(layers),
             self._sends,
             bounds,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from dynmo.jit import jit
-from dynmo.schedule.op_table import Floats, Ints, run_clocks
+from dynmo.schedule.graph import Floats, Graph, Ints, Order, run_clocks
 
 
 @jit()
 def replay(
-    rows: Ints,
-    counts: Ints,
+    order: Order,
+    graph: Graph,
     stage_ranks: Ints,
     works: Floats,
     sends: Floats,
@@ -25,24 +25,28 @@ def replay(
     """The makespan (`whole`) or the span of a schedule for one placement.
 
     Args:
-        rows: Rows of the schedule's table.
-        counts: See the table.
-        stage_ranks: See the table.
+        order: The schedule's order.
+        graph: The schedule's graph.
+        stage_ranks: Rank of each stage.
         works: works[k, s, i] is the time of kind k (F, B, W) of the layers before i on the rank of
             stage s. There is one s only if all ranks are alike.
         sends: sends[s, i] is the time of the output of a stage s that stops at i.
         best: The result is infinity if some rank's work alone takes this long or longer.
     """
     stages, ranks = len(bounds) - 1, stage_ranks.max() + 1
-    cost, busy = np.empty((stages, 4)), np.empty(ranks)
-    _work(counts, stage_ranks, works, bounds, cost, busy)
+    cost, busy = np.empty(4 * stages), np.empty(ranks)
+    rows, boundary = order.rows, graph.boundary
+    _work(order.counts, stage_ranks, works, bounds, cost, busy)
     if busy.max() >= best:
         return np.inf
-    links = np.zeros(max(1, stages - 1))
-    for s in range(stages - 1):
-        links[s] = sends[s, bounds[s + 1]]
+    delay = np.zeros((1, len(boundary), 2))
+    for lane in range(len(boundary)):
+        for k in range(2):
+            link = boundary[lane, k]
+            if link >= 0:
+                delay[0, lane, k] = sends[link, bounds[link + 1]]
     started, ended = np.empty(len(rows)), np.empty(len(rows))
-    run_clocks(rows, ranks, cost, links, started, ended)
+    run_clocks(rows, delay, cost, started, ended)
     first, last = np.full(ranks, np.inf), np.zeros(ranks)
     for i in range(len(rows)):
         rank = rows[i, 0]
@@ -67,7 +71,7 @@ def promising(
     A neighbour has one layer moved from a stage to another, along the path between them.
 
     Args:
-        counts: See `replay`.
+        counts: Of the order.
         stage_ranks: See `replay`.
         works: See `replay`.
         bounds: The placement.
@@ -79,7 +83,7 @@ def promising(
         stage come first.
     """
     stages = len(bounds) - 1
-    cost, busy = np.empty((stages, 4)), np.empty(stage_ranks.max() + 1)
+    cost, busy = np.empty(4 * stages), np.empty(stage_ranks.max() + 1)
     found, count = np.empty((stages * stages, stages + 1), np.int64), 0
     for i in range(stages):
         source = order[i]
@@ -106,12 +110,13 @@ def promising(
 def _work(
     counts: Ints, stage_ranks: Ints, works: Floats, bounds: Ints, cost: Floats, busy: Floats
 ) -> None:
-    """Writes the time of each stage's F, B, W and BW to `cost`, and each rank's work to `busy`."""
+    """Writes the time of an op of each lane to `cost`, and each rank's work to `busy`."""
     busy[:] = 0
-    for s in range(len(bounds) - 1):
+    n = len(bounds) - 1
+    for s in range(n):
         for k in range(3):
             own = works[k, s % works.shape[1]]
-            cost[s, k] = own[bounds[s + 1]] - own[bounds[s]]
-        cost[s, 3] = cost[s, 1] + cost[s, 2]
+            cost[k * n + s] = own[bounds[s + 1]] - own[bounds[s]]
+        cost[3 * n + s] = cost[n + s] + cost[2 * n + s]
         for k in range(4):
-            busy[stage_ranks[s]] += counts[s, k] * cost[s, k]
+            busy[stage_ranks[s]] += counts[k * n + s] * cost[k * n + s]

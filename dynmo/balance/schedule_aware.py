@@ -30,9 +30,9 @@ from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_cost
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.graph import Floats
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.op import Schedule
-from dynmo.schedule.op_table import Floats, OpTable
 from dynmo.schedule.simulator import simulate
 
 Bounds = tuple[int, ...]
@@ -145,7 +145,7 @@ class _Search:
         # Layers before this one have neither B nor W. The number of stages that they fill decides
         # which ops a schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
-        self.tables: dict[int, OpTable] = {}
+        self.schedules: dict[int, Schedule] = {}
         self.judged = set[Bounds]()
         self.budget = 0
 
@@ -172,7 +172,7 @@ class _Search:
                 best = self.better(best, partition.bounds)
         for _ in range(_ROUNDS):
             before = best
-            self.tables = {self.frozen_stages(best.bounds): best.schedule.table}
+            self.schedules = {self.frozen_stages(best.bounds): best.schedule}
             self.budget = _OPS if self.stages == self.ranks else _OPS_OF_SEVERAL
             by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
             for bounds in by_time[:_STARTS]:
@@ -291,29 +291,28 @@ class _Search:
     def frozen_stages(self, bounds: Bounds) -> int:
         return bisect_right(bounds, self.frozen, 1, len(bounds) - 1) - 1
 
-    def table(self, bounds: Bounds) -> OpTable | None:
+    def schedule(self, bounds: Bounds) -> Schedule | None:
         frozen = self.frozen_stages(bounds)
-        if frozen not in self.tables:
+        if frozen not in self.schedules:
             costs = pipeline_costs(
                 self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
             )
             try:
-                self.tables[frozen] = self.make(costs).table
+                self.schedules[frozen] = self.make(costs)
             except ScheduleError:
                 return None
-        return self.tables[frozen]
+        return self.schedules[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
         """The time of a placement under the round's schedule."""
-        table = self.table(bounds)
-        if table is None:
+        schedule = self.schedule(bounds)
+        if schedule is None:
             return math.inf
-        self.budget -= len(table.rows)
-        at = np.array(bounds, np.int64)
+        self.budget -= len(schedule.order.rows)
+        ranks, at = np.array(self.stage_ranks, np.int64), np.array(bounds, np.int64)
         whole = self.objective is Objective.MAKESPAN
-        return replay(
-            table.rows, table.counts, table.stage_ranks, self.works, self.sends, at, best, whole
-        )
+        given = self.works, self.sends, at, best, whole
+        return replay(schedule.order, schedule.graph, ranks, *given)
 
     # -- the descent -------------------------------------------------------------------------------
 
@@ -345,10 +344,10 @@ class _Search:
 
         Moves from the most loaded to the least loaded stage come first. This is a heuristic.
         """
-        load, table = self.loads(bounds), self.table(bounds)
+        load, schedule = self.loads(bounds), self.schedule(bounds)
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
         found = promising(
-            np.zeros((self.stages, 4), np.int64) if table is None else table.counts,
+            np.zeros(4 * self.stages, np.int64) if schedule is None else schedule.order.counts,
             np.array(self.stage_ranks, np.int64),
             self.works,
             np.array(bounds, np.int64),

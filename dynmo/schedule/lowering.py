@@ -27,6 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
@@ -207,11 +208,29 @@ def lower_forward(
 
 def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ...]:
     depth = _depths(schedule)
+    # The stage whose result each kind on a stage takes, and the stage that takes its result.
+    n, kinds = schedule.stages, tuple(Kind)
+    sources = {
+        (kinds[lane // n], lane % n): before % n
+        for lane, waits in enumerate(schedule.waits)
+        for before, lag, _ in waits
+        if before % n != lane % n and not lag
+    }
+    targets = {(kind, source): stage for (kind, stage), source in sources.items()}
+    taken = {key: _channel(schedule, key[0], source, key[1]) for key, source in sources.items()}
+    given = {key: _channel(schedule, *key, target) for key, target in targets.items()}
     programs: list[Program] = []
     for rank, row in enumerate(schedule.ops):
         instructions: list[Instruction] = []
         for op in row:
-            instructions.extend(_around(schedule, op))
+            key, j = op[:2], op.microbatch
+            if channel := taken.get(key):
+                instructions.append(Receive(channel, op.stage, j))
+            channel, to = given.get(key), targets.get(key)
+            local = to is not None and channel is None
+            instructions.append(Compute(op, key in sources, to, local))
+            if channel:
+                instructions.append(Send(channel, op.stage, j))
         own = {c: d for c, d in depth.items() if rank in (c.source, c.target)}
         changing = frozenset(channel for channel in own if channel.boundary in varying)
         programs.append(
@@ -229,53 +248,25 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
     return tuple(programs)
 
 
-def _channel(schedule: Schedule, boundary: int, direction: Direction) -> Channel | None:
-    lower_rank, upper_rank = schedule.stage_ranks[boundary], schedule.stage_ranks[boundary + 1]
-    if lower_rank == upper_rank:
-        return None
-    if direction is Direction.ACTIVATION:
-        return Channel(boundary, direction, lower_rank, upper_rank)
-    return Channel(boundary, direction, upper_rank, lower_rank)
-
-
-def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
-    """List the receive before an op, the op, and the send after it."""
-    kind, stage, microbatch = op
-    if kind is Kind.W:
-        yield Compute(op)
-        return
-    forward = kind is Kind.F
-    direction = Direction.ACTIVATION if forward else Direction.GRADIENT
-    before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-    takes = 0 <= before < schedule.stages
-    # B ends at the first trainable stage.
-    to = (
-        after
-        if (after < schedule.stages if forward else stage > schedule.first_trainable)
-        else None
-    )
-    taken = _channel(schedule, min(stage, before), direction) if takes else None
-    given = None if to is None else _channel(schedule, min(stage, to), direction)
-    if taken is not None:
-        yield Receive(taken, stage, microbatch)
-    yield Compute(op, takes, to, to is not None and given is None)
-    if given is not None:
-        yield Send(given, stage, microbatch)
+def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channel | None:
+    """Return the channel between two stages, or None if they are on one rank."""
+    ranks = schedule.stage_ranks[source], schedule.stage_ranks[target]
+    direction = Direction.ACTIVATION if kind is Kind.F else Direction.GRADIENT
+    return None if ranks[0] == ranks[1] else Channel(min(source, target), direction, *ranks)
 
 
 def _depths(schedule: Schedule) -> dict[Channel, int]:
     """Compute how far each channel's sender may be ahead: `credits` behind a forward-only stage."""
     depths: dict[Channel, int] = {}
     credits = schedule.ranks if schedule.credits is None else schedule.credits
-    for boundary in range(schedule.stages - 1):
-        channel = _channel(schedule, boundary, Direction.ACTIVATION)
-        if channel is not None:
-            depths[channel] = (
-                max(1, credits) if boundary < schedule.first_trainable else schedule.microbatches
-            )
-        channel = _channel(schedule, boundary, Direction.GRADIENT)
-        if channel is not None and boundary + 1 > schedule.first_trainable:
-            depths[channel] = schedule.microbatches
+    for s, (low, high) in enumerate(pairwise(schedule.stage_ranks)):
+        frozen = s < schedule.first_trainable
+        if low == high:
+            continue
+        ahead = max(1, credits) if frozen else schedule.microbatches
+        depths[Channel(s, Direction.ACTIVATION, low, high)] = ahead
+        if not frozen:
+            depths[Channel(s, Direction.GRADIENT, high, low)] = schedule.microbatches
     return depths
 
 

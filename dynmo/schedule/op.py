@@ -22,8 +22,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from dynmo.errors import ScheduleError
-from dynmo.schedule.op_table import OpTable, make_table
+from dynmo.schedule.graph import B, Graph, Order, make_graph, make_order
 
 
 class Kind(StrEnum):
@@ -95,11 +97,22 @@ class Schedule:
         )
 
     @cached_property
-    def table(self) -> OpTable:
-        """The ops and `dependencies` as numbers, for compiled loops."""
+    def graph(self) -> Graph:
+        """What waits for what."""
         ahead = self.ranks if self.credits is None else self.credits
+        return make_graph(self.stage_ranks, self.first_trainable, ahead)
+
+    @cached_property
+    def waits(self) -> tuple[list[tuple[int, int, int]], ...]:
+        """The graph's columns by lane, without the empty places, for loops in Python."""
+        columns = np.stack(self.graph, axis=-1).tolist()
+        return tuple([tuple(wait) for wait in lane if wait[0] >= 0] for lane in columns)
+
+    @cached_property
+    def order(self) -> Order:
+        """The ops as numbers, for compiled loops."""
         ranks = [[(_NUMBERS[op.kind], op.stage, op.microbatch) for op in row] for row in self.ops]
-        return make_table(ranks, self.stage_ranks, self.first_trainable, ahead)
+        return make_order(ranks, self.stages, self.graph)
 
     def backward(self, stage: int, microbatch: int) -> Op:
         """Return the op that produces the input gradient of `stage`: its B, or its BW."""
@@ -117,27 +130,14 @@ class Schedule:
 
 
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
-    """List the ops that must have ended before `op` may start.
-
-    Everything uses this function, or `Schedule.table`, which has the same in numbers.
-
-    F(s,j) needs F(s-1,j). B(s,j) needs F(s,j) and B(s+1,j). W(s,j) needs B(s,j). On a frozen
-    prefix F(s,j) also needs F(s+1, j-credits): this credit holds forward-only ranks back.
-    """
-    kind, s, j = op
-    if kind is Kind.F:
-        if s > 0:
-            yield Dependency(Op(Kind.F, s - 1, j), s - 1)
-        if s < schedule.first_trainable:
-            ahead = schedule.ranks if schedule.credits is None else schedule.credits
-            if j >= ahead and s + 1 < schedule.stages:
-                yield Dependency(Op(Kind.F, s + 1, j - ahead), s)
-    elif kind is Kind.W:
-        yield Dependency(Op(Kind.B, s, j), None)
-    else:
-        yield Dependency(Op(Kind.F, s, j), None)
-        if s + 1 < schedule.stages:
-            yield Dependency(schedule.backward(s + 1, j), s)
+    """List the ops that must have ended before `op` may start, as `graph.make_graph` says."""
+    n = schedule.stages
+    for before, lag, boundary in schedule.waits[_NUMBERS[op.kind] * n + op.stage]:
+        if op.microbatch >= lag:
+            kind, stage = divmod(before, n)
+            j = op.microbatch - lag
+            needed = schedule.backward(stage, j) if kind == B else Op(Kind.F, stage, j)
+            yield Dependency(needed, None if boundary < 0 else boundary)
 
 
 def validate(schedule: Schedule) -> None:
@@ -213,9 +213,17 @@ def check_order(schedule: Schedule) -> None:
     Raises:
         ScheduleError: They do. The message names the first op that can never run.
     """
-    if len(schedule.table.rows) < len(schedule.table.ops):
-        for _ in in_order(schedule):
-            pass
+    order = schedule.order
+    if len(order.rows) == len(order.lanes):
+        return
+    flat = [(rank, op) for rank, row in enumerate(schedule.ops) for op in row]
+    done = {flat[int(at)][1] for at in order.at}
+    rank, op = next((rank, op) for rank, op in flat if op not in done)
+    missing = next(d.op for d in dependencies(schedule, op) if d.op not in done)
+    raise ScheduleError(
+        f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never "
+        "runs: a circle"
+    )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ...]]]:
@@ -224,38 +232,13 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ..
     The ranks' own orders and `dependencies` are respected.
 
     Raises:
-        ScheduleError: The ranks wait for each other in a circle. The message names the first op
-            that can never run.
+        ScheduleError: The ranks wait for each other in a circle.
     """
-    position = [0] * schedule.ranks
-    done: set[Op] = set()
-    waiting: dict[Op, list[int]] = {}
-    ready = list(range(schedule.ranks))
-    while ready:
-        rank = ready.pop()
-        row = schedule.ops[rank]
-        while position[rank] < len(row):
-            op = row[position[rank]]
-            needs = tuple(dependencies(schedule, op))
-            for before, _ in needs:
-                if before not in done:
-                    waiting.setdefault(before, []).append(rank)
-                    break
-            else:
-                yield rank, op, needs
-                position[rank] += 1
-                done.add(op)
-                ready.extend(waiting.pop(op, ()))
-                continue
-            break
-    stuck = [(r, schedule.ops[r][p]) for r, p in enumerate(position) if p < len(schedule.ops[r])]
-    if stuck:
-        rank, op = stuck[0]
-        missing = next(d.op for d in dependencies(schedule, op) if d.op not in done)
-        raise ScheduleError(
-            f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never "
-            "runs: a circle"
-        )
+    check_order(schedule)
+    flat = [(rank, op) for rank, row in enumerate(schedule.ops) for op in row]
+    for at in schedule.order.at:
+        rank, op = flat[int(at)]
+        yield rank, op, tuple(dependencies(schedule, op))
 
 
 def name(op: Op) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ import numpy as np
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.graph import Floats, delays, run_clocks
 from dynmo.schedule.op import Kind, Op, Schedule, check_order
-from dynmo.schedule.op_table import Floats, Ints, OpTable, most_live, run_clocks
 
 
 class Span(NamedTuple):
@@ -89,15 +89,7 @@ class Timeline:
 
 def duration(costs: Costs, op: Op) -> float:
     stage = costs.stages[op.stage]
-    match op.kind:
-        case Kind.F:
-            return stage.f
-        case Kind.B:
-            return stage.b
-        case Kind.W:
-            return stage.w
-        case Kind.BW:
-            return stage.b + stage.w
+    return _of_kind(op.kind, stage.f, stage.b, stage.w)
 
 
 def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
@@ -108,15 +100,11 @@ def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
     if op.stage < first_trainable:
         return 0.0
     stage = costs.stages[op.stage]
-    match op.kind:
-        case Kind.F:
-            return stage.mem_f
-        case Kind.B:
-            return stage.mem_b
-        case Kind.W:
-            return stage.mem_w
-        case Kind.BW:
-            return stage.mem_b + stage.mem_w
+    return _of_kind(op.kind, stage.mem_f, stage.mem_b, stage.mem_w)
+
+
+def _of_kind(kind: Kind, f: float, b: float, w: float) -> float:
+    return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: b + w}[kind]
 
 
 def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) -> Timeline:
@@ -140,37 +128,31 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
             f"{len(costs.stages)}"
         )
     check_order(schedule)
-    table = schedule.table
-    rows = table.rows if not wrap_group else _without_waits(table, wrap_group)
-    started, ended = np.empty(len(rows)), np.empty(len(rows))
-    took = _by_stage_and_kind(duration, costs)
-    links = np.array(costs.links, np.float64)
-    run_clocks(rows, schedule.ranks, took, links, started, ended)
+    graph, order = schedule.graph, schedule.order
+    delay = np.repeat(delays(graph, costs.links)[None], wrap_group or 1, axis=0)
+    ranks = np.array(schedule.stage_ranks, np.int64)
+    wraps = (ranks == schedule.ranks - 1) & (np.roll(ranks, -1) == 0)
+    delay[1:, (graph.boundary >= 0) & wraps[graph.boundary]] = -np.inf
+    took = _by_lane(duration, costs)
+    started, ended = np.empty((2, len(order.rows)))
+    run_clocks(order.rows, delay, took, started, ended)
     start, end = np.empty_like(started), np.empty_like(ended)
-    start[table.at], end[table.at] = started, ended
-    spans = [slice(*span) for span in pairwise(table.first.tolist())]
+    start[order.at], end[order.at] = started, ended
     return Timeline(
         schedule,
-        tuple(start[span].tolist() for span in spans),
-        tuple(end[span].tolist() for span in spans),
+        tuple(row.tolist() for row in _by_rank(schedule, start)),
+        tuple(row.tolist() for row in _by_rank(schedule, end)),
         peak_memory(schedule, costs),
     )
 
 
-def _without_waits(table: OpTable, wrap_group: int) -> Ints:
-    """The rows of a table without waits for messages that `wrap_group` leaves out."""
-    rows, ranks = table.rows.copy(), table.stage_ranks
-    ignored = table.ops[table.at, 2] % wrap_group != 0
-    for column in (3, 5):
-        boundary = rows[:, column + 1]
-        wraps = (ranks[boundary] == ranks.max()) & (ranks[(boundary + 1) % len(ranks)] == 0)
-        rows[ignored & (boundary >= 0) & wraps, column] = -1
-    return rows
+def _by_rank(schedule: Schedule, of_ops: Floats) -> list[Floats]:
+    return np.split(of_ops, list(accumulate(map(len, schedule.ops)))[:-1])
 
 
-def _by_stage_and_kind(value: Callable[[Costs, Op], float], costs: Costs) -> Floats:
+def _by_lane(value: Callable[[Costs, Op], float], costs: Costs) -> Floats:
     stages = range(len(costs.stages))
-    return np.array([[value(costs, Op(kind, s, 0)) for kind in Kind] for s in stages], np.float64)
+    return np.array([value(costs, Op(kind, s, 0)) for kind in Kind for s in stages], np.float64)
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -182,8 +164,9 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     def change(costs: Costs, op: Op) -> float:
         return memory_change(costs, op, schedule.first_trainable)
 
-    table = schedule.table
-    return tuple(most_live(table.ops, table.first, _by_stage_and_kind(change, costs)).tolist())
+    changes = _by_lane(change, costs)[schedule.order.lanes]
+    live = map(np.cumsum, _by_rank(schedule, changes))
+    return tuple(float(each.max(initial=0.0)) for each in live)
 
 
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:

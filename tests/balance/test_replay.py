@@ -20,8 +20,7 @@ def test_neighbours_are_those_whose_busiest_stage_is_faster(seed: int) -> None:
     times = np.array([[draw.uniform(0.5, 2) for _ in range(bounds[-1])] for _ in range(3)])
     works = np.concatenate([np.zeros((3, 1)), times.cumsum(1)], 1)[:, None, :]
     order = draw.sample(range(stages), stages)
-    ops = np.full((stages, 4), microbatches)
-    ops[:, 3] = 0
+    ops = np.repeat([microbatches, microbatches, microbatches, 0], stages)
 
     def busiest(placed: list[int]) -> float:
         total = times.sum(0)

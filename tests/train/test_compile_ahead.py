@@ -13,7 +13,7 @@ from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
 from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
-from dynmo.schedule import op_table
+from dynmo.schedule import graph
 from dynmo.train.compile_ahead import prepare
 
 RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones do not do
@@ -31,8 +31,8 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
         name
         for user in (chains, chunks)
         for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))
-    } - RARE | {"replay", "run_clocks", "most_live", "_order"}
-    others = loops((_kernels, _chunk_kernels, _replay, op_table))
+    } - RARE | {"replay", "run_clocks", "_in_order"}
+    others = loops((_kernels, _chunk_kernels, _replay, graph))
     balancers = [loop for loop in others if loop.__name__ in used]
     assert len(layers) >= 4
     assert {loop.__name__ for loop in balancers} == used
