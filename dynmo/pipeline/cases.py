@@ -7,8 +7,10 @@ from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
+
 from dynmo.cost.layer_cost import Forecast
-from dynmo.errors import InputError
+from dynmo.errors import InputError, RunError
 from dynmo.pipeline.case import (
     Change,
     Dynamism,
@@ -121,7 +123,24 @@ class Cases:
                 run = case.frozen_prefix(layers)
             if self._run is None and run is not None:
                 self._run = case, run
+        if self.all:
+            self._compare()
         return None if self._run is None else partial(Cases._run_frozen, self._weak)
+
+    def _compare(self) -> None:
+        """Raises RunError on all ranks if not all have a function of the same case, or none."""
+        own = len(self.all) if self._run is None else self.all.index(self._run[0])
+        everyone = self._context.engine.store.world.everyone
+        chosen = everyone.gather(torch.tensor(own), "who runs frozen layers").tolist()
+        first = min(chosen)
+        others = [rank for rank, place in enumerate(chosen) if place != first]
+        if others:
+            raise RunError(
+                f"case {self.all[first].name!r}: frozen_prefix returned a function on "
+                f"{everyone.describe_rank(chosen.index(first))} and None on "
+                f"{everyone.name_ranks(others)}; return one on every rank, also on those without "
+                "frozen layers, or None on all"
+            )
 
     def _run_frozen(self, prefix: FrozenPrefix) -> Tensors:
         assert self._run is not None

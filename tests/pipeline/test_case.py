@@ -201,6 +201,38 @@ def test_an_exception_of_a_frozen_prefix_names_the_case() -> None:
     assert error.value.__notes__ == ["in frozen_prefix of case 'freezing'"]
 
 
+class OnRank0(Dynamism):
+    name = "some"
+
+    def __init__(self, world: dynmo.World) -> None:
+        self.rank = world.rank
+
+    def act(self, step: int, layers: dynmo.Layers) -> None:
+        pass
+
+    def frozen_prefix(self, layers: Sequence[int]) -> Any:
+        return None if self.rank else lambda prefix, samples: prefix.run(prefix.inputs)
+
+
+def skip_on_one_rank(world: dynmo.World, evaluates: bool) -> str:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    model = dynmo.Sequential(layers, loss=torch.nn.functional.mse_loss)
+    cases = [Freezing(), OnRank0(world)]
+    pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases)
+    run = pipeline.evaluate if evaluates else pipeline.step
+    with pytest.raises(RunError) as error:
+        run(torch.ones(2, 2), torch.ones(2, 2))
+    return str(error.value)
+
+
+def test_a_frozen_prefix_on_some_ranks_is_refused(pool: Pool) -> None:
+    for evaluates in (False, True):
+        told = pool.run(HERE + "skip_on_one_rank", 2, evaluates=evaluates)
+        for text in told:
+            assert "case 'some': frozen_prefix returned a function on rank 0 and None on r" in text
+
+
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
 def test_a_malformed_path_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:Class"):
