@@ -126,6 +126,7 @@ class Actions:
         self._profiler.forget(layers)
         self.engine.speeds.on_workload_change(layers)
         store.on_change(layers)
+        store.rebuilt.difference_update(layers)
         self._schedule_keeper.elide()
         for index in layers:
             if index in store.layers:

@@ -73,6 +73,16 @@ class Cases:
                 self._context.on_workload_change(change.layers)
                 yield case, change
 
+    def follow_rebuilt(self) -> None:
+        """Has all ranks follow layers that cases have rebuilt without a `Change`. A barrier."""
+        engine, count = self._context.engine, self._model.layers
+        first = torch.tensor([-min(engine.store.rebuilt, default=count)])
+        first = -int(engine.store.world.everyone.largest(first, "the cases to act"))
+        engine.store.rebuilt.clear()
+        if first < count:
+            engine.store.on_change(range(first, count))
+            engine.programs.relower()
+
     def observe(self, signals: Signals) -> None:
         for case in self.all:
             with named(case, "observe", signals.step):

@@ -174,7 +174,7 @@ class Loop:
         with self._engine.attempt():
             yield
             if any(case.acts(step) for case in self.cases.all):
-                self._engine.store.world.barrier("the cases to act")
+                self.cases.follow_rebuilt()
 
     def _must_drain(self, step: int) -> bool:
         """Returns True if something may change or read the model before this step."""

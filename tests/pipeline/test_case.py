@@ -233,6 +233,34 @@ def test_a_frozen_prefix_on_some_ranks_is_refused(pool: Pool) -> None:
             assert "case 'some': frozen_prefix returned a function on rank 0 and None on r" in text
 
 
+class Doubles(Freezing):
+    """Doubles the weights of layer 0 before step 4, and returns no `Change`."""
+
+    name = "doubles"
+
+    def act(self, step: int, layers: dynmo.Layers) -> None:
+        if step == 4 and 0 in layers.own:
+            layers.modules[0].weight.data.mul_(2)  # pyright: ignore
+            layers.rebuild(0, layers.moments(0))
+
+
+def rebuild_frozen(world: dynmo.World, cache_bytes: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2, 2) for _ in range(4)]
+    model = dynmo.Sequential(layers, loss=torch.nn.functional.mse_loss)
+    cases = [dynmo.Freezing(schedule=[(1, 3)], cache_bytes=cache_bytes), Doubles()]
+    pipeline = dynmo.Pipeline(model, world, microbatches=2, cases=cases, balance="none")
+    x = torch.eye(2)
+    return [pipeline.step(x, x, samples=[0, 1]).loss for _ in range(6)]
+
+
+def test_a_frozen_layer_that_is_rebuilt_without_a_change_runs_anew(pool: Pool) -> None:
+    job = HERE + "rebuild_frozen"
+    (right,) = pool.run(job, 1, cache_bytes=0)
+    for ranks in (1, 2):
+        assert pool.run(job, ranks, cache_bytes=1 << 20) == [right] * ranks
+
+
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
 def test_a_malformed_path_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:Class"):

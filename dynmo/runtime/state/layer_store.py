@@ -71,6 +71,7 @@ class LayerStore:
         layers: Own layers, by global index.
         optimizers: Their optimizers, by global index.
         kept: Tensors of dynamic cases, by global index of own layers.
+        rebuilt: Own layers that were rebuilt, of which other ranks do not know.
         identity: What decides the model's numbers.
         is_double: Whether all weights are float64. Inputs and the loss then are, too.
         groups: Groups of the model's parameters, and their options.
@@ -129,6 +130,7 @@ class LayerStore:
         self.on_change: Callable[[Iterable[int]], None] = lambda _: None
         # Tensors that dynamic cases keep with each own layer.
         self.kept: dict[int, dict[str, Tensor]] = {}
+        self.rebuilt = set[int]()
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
         self.replicas = self._new_replicas()
@@ -269,6 +271,7 @@ class LayerStore:
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
         self.kept[index] = kept
+        self.rebuilt.add(index)
         self.tied.join()
 
     def _check_moments(self, index: int, moments: Mapping[str, Tensor]) -> None:
