@@ -5,7 +5,9 @@ Each problem is one line that names its keys.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dynmo.balance.meshes import nearest_divisors
 from dynmo.cases import CASES
@@ -82,11 +84,14 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _cases(config: Config) -> Iterator[str]:
-    if config.train.epochs is not None:
-        return  # their steps are known later, and checked then
     facts = config.facts(config.layer_count, on_cuda=False)
-    for options in facts.cases.values():
-        yield from options.problems(facts)
+    found = [each for options in facts.cases.values() for each in options.problems(facts)]
+    if config.train.epochs is not None:
+        # The data tells the steps, and what depends on them is checked then.
+        facts = replace(facts, steps=sys.maxsize)
+        many = [each for options in facts.cases.values() for each in options.problems(facts)]
+        found = [problem for problem in found if problem in many]
+    yield from found
 
 
 _RULES: tuple[Rule, ...] = (

@@ -339,6 +339,8 @@ class Config(Options):
         train, data = self.train, self.data
         if data.has_samples:
             return False
+        if train.eval_every and train.epochs is not None:
+            return None
         if train.eval_every and train.steps // train.eval_every > 1:
             return True
         return False if data.shuffle == "windows" and train.micro_batch > 1 else None

@@ -246,6 +246,28 @@ def test_compatible_keys_are_accepted(overrides):
         assert value == (text if ":" in text or text == "batches" else ast.literal_eval(text))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([PRUNING, "model.kind=emulated"], "dynamism.pruning: an emulated model"),
+        ([PRUNING, "dynamism.pruning.start=9", "dynamism.pruning.end=8"], "is after end = 8"),
+        ([EXIT, "model.blocks=1"], "dynamism.early_exit: a model of 1 blocks"),
+        ([FREEZING, CACHED, "data.source=jsonl:a", "model.kind=hf"], "no microbatch comes again"),
+        ([PRUNING], None),
+        ([PRUNING, "dynamism.pruning.end=200"], None),
+        ([EXIT], None),
+        ([EXIT, "dynamism.early_exit.start=200"], None),
+        ([FREEZING, "dynamism.freezing.policy=egeria"], None),
+        ([FREEZING, CACHED, "train.eval_every=51"], None),
+    ],
+)
+def test_cases_of_a_run_in_epochs_are_checked_but_for_the_steps(overrides, told):
+    if told is None:
+        load(None, ["train.epochs=2", *overrides])
+    else:
+        assert told in refusal("train.epochs=2", *overrides)
+
+
 def test_mesh_of_a_step_follows_reshape_at():
     slots, meshes = "train.reduction_slots=4", "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]"
     config = load(overrides=["parallel.pipeline=4", slots, meshes])
