@@ -8,6 +8,7 @@ may fall between any two layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,11 +60,12 @@ class GptLayers:
 def make(
     options: ModelOptions, seed: int, cases: Iterable[Any], layers: GptLayers | None = None
 ) -> Model:
-    """Makes a GPT of `layers`, as the options of cases change them."""
+    """Makes a GPT of `layers`, as the options of cases change them in their turns."""
     given = layers or GptLayers.plain(options)
-    for case in cases:
-        if hasattr(case, "gpt_layers"):  # a case of the user's own may have no options
-            given: GptLayers = case.gpt_layers(given)
+    # A case of the user's own may have no options.
+    changing = [case for case in cases if hasattr(case, "gpt_layers")]
+    for case in sorted(changing, key=lambda case: getattr(case, "turn", math.inf)):
+        given: GptLayers = case.gpt_layers(given)
     factories: dict[str, Factory] = {"embedding": given.embedding}
     for block in range(options.blocks):
         factories[f"blocks.{block}.attention"] = partial(given.attention, block)

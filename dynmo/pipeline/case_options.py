@@ -103,7 +103,7 @@ class CaseOptions(Options):
         """Returns the layers that a GPT has with this case.
 
         Args:
-            layers: The `GptLayers` of a GPT, which other cases may have changed.
+            layers: The `GptLayers` of a GPT, which cases of earlier turns may have changed.
         """
         return layers
 

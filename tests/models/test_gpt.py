@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -93,12 +94,16 @@ class Adapted(CaseOptions):
         return replace(layers, after=after)
 
 
-def test_cases_change_the_layers_one_after_the_other() -> None:
+@pytest.mark.parametrize("turn", [0, 4])
+def test_cases_change_the_layers_in_their_turns(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adapted, "turn", turn)
     options = dynmo.ModelOptions(**WANTED | {"kind": "moe", "moe_every": 2})
     model = dynmo.load_model(options, cases=[dynmo.EarlyExit(exits=[0]), Adapted()])
-    first = ["blocks.0.attention", "blocks.0.feed_forward", "blocks.0.exit", "blocks.0.adapter"]
+    first = ["blocks.0.attention", "blocks.0.feed_forward"]
+    first += ["blocks.0.exit", "blocks.0.adapter"][:: 1 if turn else -1]
     second = ["blocks.1.attention", "blocks.1.feed_forward"]
     assert model.names == ("embedding", *first, *second, "head")
     kinds = [type(layer).__name__ for layer in model.build(())]
-    exits, experts = ["ExitAttentionHalf", "FeedForwardHalf", "ExitHead"], "ExpertsHalf"
-    assert kinds[1:7] == [*exits, "Linear", "ExitAttentionHalf", experts]
+    further = ["ExitHead", "Linear"][:: 1 if turn else -1]
+    expected = ["FeedForwardHalf", *further, "ExitAttentionHalf", "ExpertsHalf"]
+    assert kinds[1:7] == ["ExitAttentionHalf", *expected]

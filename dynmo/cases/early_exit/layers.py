@@ -253,7 +253,8 @@ def gpt_layers(options: EarlyExit, layers: gpt.GptLayers) -> gpt.GptLayers:
     exits, weights = options.exits_of(m.blocks), options.loss_weights(m.blocks)
 
     def after(block: int) -> dict[str, Callable[[], nn.Module]]:
-        return {"exit": partial(ExitHead, m, options, block)} if block in exits else {}
+        own = {"exit": partial(ExitHead, m, options, block)} if block in exits else {}
+        return {**layers.after(block), **own}
 
     return replace(
         layers,
