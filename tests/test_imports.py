@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from dynmo.cli import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 LAYERS, _, PURE, *_ = CONTRACTS["contracts"]
@@ -21,13 +23,33 @@ def test_every_package_has_a_layer() -> None:
 
 
 def test_modules_load_without_torch() -> None:
-    """`import dynmo` loads next to nothing. The pure packages and the command load no torch."""
-    code = (
+    """`import dynmo` loads next to nothing. The pure packages and the commands load no torch."""
+    names = [*PURE["source_modules"], *(f"dynmo.cli.{name}" for name in COMMANDS)]
+    assert in_process(
         "import sys, importlib, dynmo\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'dynmo.errors'} & sys.modules.keys()))\n"
-        f"for n in {[*PURE['source_modules'], 'dynmo.cli']!r}: importlib.import_module(n)\n"
+        f"for n in {names!r}: importlib.import_module(n)\n"
         "print('torch' in sys.modules)"
+    ) == ["[]", "False"]
+
+
+def test_help_loads_no_large_package() -> None:
+    """Typer loads pydantic for the help of a command with options."""
+    light = ("train", "data", "profile", "report", "checkpoint")
+    *_, first, second = in_process(
+        "import sys\n"
+        "from dynmo.cli import main\n"
+        "large = {'torch', 'numba', 'numpy'}\n"
+        "main(['--help'])\n"
+        "first = sorted({*large, 'pydantic'} & sys.modules.keys())\n"
+        f"for name in {light!r}: main([name, '--help'])\n"
+        "print(first, sorted(large & sys.modules.keys()), sep='\\n')"
     )
+    assert (first, second) == ("[]", "[]")
+
+
+def in_process(code: str) -> list[str]:
+    """Runs Python code in a process of its own. Returns the lines that it prints."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\nFalse\n"
+    return done.stdout.splitlines()

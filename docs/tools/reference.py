@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 import dynmo
 from dynmo.balance.balancers import BALANCERS
-from dynmo.cli import app
+from dynmo.cli import COMMANDS, application
 from dynmo.config import Config
 from dynmo.counterparts import COUNTERPARTS
 from dynmo.options import LARGEST, Options, section_in, value_text
@@ -157,7 +157,7 @@ def words(annotation: Any) -> list[str]:
 
 def commands() -> dict[str, Any]:
     """The commands of `dynmo` by name, such as "train" and "checkpoint.export"."""
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(application(*COMMANDS))
     found = dict[str, Any]()
     for name, command in group.commands.items():
         inner = getattr(command, "commands", None)

@@ -1,7 +1,7 @@
 """The `dynmo` command: one file per command, and `main`, which reports errors.
 
-A command's file imports its modules inside its function, so that `dynmo --help` and a typing
-mistake are answered at once.
+The file of a command is loaded if the command is called. The file loads what its options need, and
+the rest inside its function. `dynmo --help` and a typing mistake are therefore answered at once.
 """
 
 from __future__ import annotations
@@ -12,36 +12,26 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dynmo import __version__
-from dynmo.cli.checkpoint import checkpoint
-from dynmo.cli.data import data
-from dynmo.cli.plan import plan
-from dynmo.cli.profile import profile
-from dynmo.cli.report import report
-from dynmo.cli.schedule import schedule
-from dynmo.cli.simulate import simulate
-from dynmo.cli.train import train
 from dynmo.errors import DynmoError, one_line
 
-app = typer.Typer(
-    add_completion=False,
-    help="Pipeline-parallel training of language models whose work changes while they train.",
-)
-
-# One line per command.
-app.command("train")(train)
-app.command("data")(data)
-app.command("profile")(profile)
-app.command("plan")(plan)
-app.command("schedule")(schedule)
-app.command("simulate")(simulate)
-app.command("report")(report)
-app.add_typer(checkpoint, name="checkpoint")
+COMMANDS = {
+    "train": "Train a model over pipeline ranks, rebalancing as it changes.",
+    "data": "Tokenise the data of a run ahead, and show what a batch looks like.",
+    "profile": "Measure a model's layers and write a costs file.",
+    "plan": "Plan placement and schedule for measured layer costs.",
+    "schedule": "Make or read a pipeline schedule and replay it at given costs.",
+    "simulate": "Replay a changing workload under a balancing policy, or the decisions of a run.",
+    "report": "Show what was measured in a run; compare several runs against the first.",
+    "checkpoint": "Use the checkpoints of a run.",
+}
+"""The commands, each a name in the file of that name, and their help."""
 
 # Base class of the usage errors (wrong option, missing argument, wrong type). Typer does not export
 # it by name.
@@ -61,13 +51,24 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    """Pipeline-parallel training of language models whose work changes while they train."""
+
+
+def application(*called: str) -> typer.Typer:
+    """Returns the command line. Of its commands, only those in `called` can run."""
+    app = typer.Typer(add_completion=False, callback=_options)
+    for name, summary in COMMANDS.items():
+        loaded = getattr(import_module(f"dynmo.cli.{name}"), name) if name in called else _options
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, help=summary)
+        else:
+            app.command(name, help=summary)(loaded)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(application(*given))
     status = 0
     try:
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-checkpoint = typer.Typer(help="Use the checkpoints of a run.")
+checkpoint = typer.Typer()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ class DataCommandOptions:
 
 @command
 def data(options: DataCommandOptions) -> None:
-    """Tokenise the data of a run ahead, and show what a batch looks like."""
     from dynmo.config import load
 
     import_from_working_folder()

@@ -40,7 +40,6 @@ Alternatives = dict[str, "list[Alternative]"]
 @command
 @compilation_told()
 def plan(options: PlanOptions) -> None:
-    """Plan placement and schedule for measured layer costs."""
     from dynmo.cost.profile_file import read
 
     import_from_working_folder()

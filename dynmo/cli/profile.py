@@ -66,7 +66,6 @@ class ProfileOptions:
 
 @command
 def profile(options: ProfileOptions) -> None:
-    """Measure a model's layers and write a costs file."""
     from dynmo.config import load
     from dynmo.elastic.launcher.rank_side import is_local_rank
 

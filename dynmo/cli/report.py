@@ -41,7 +41,6 @@ class ReportOptions:
 
 @command
 def report(options: ReportOptions) -> None:
-    """Show what was measured in a run; compare several runs against the first."""
     from dynmo.report.comparison import aligned, differences, verdict
 
     folders = options.runs

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 @command
 def schedule(options: ScheduleOptions) -> None:
-    """Make or read a pipeline schedule and replay it at given costs."""
     if options.plot is not None:
         check_plot(options.plot)
     request = request_of(options)

@@ -58,7 +58,6 @@ class SimulateOptions:
 @command
 @compilation_told()
 def simulate(options: SimulateOptions) -> None:
-    """Replay a changing workload under a balancing policy, or the decisions of a run."""
     import_from_working_folder()
     if options.workload.suffix == ".jsonl":
         _replay_decisions(options.workload, options.as_json)

@@ -89,7 +89,6 @@ class TrainOptions:
 
 @command
 def train(options: TrainOptions) -> None:
-    """Train a model over pipeline ranks, rebalancing as it changes."""
     from dynmo.elastic.launcher.rank_side import is_local_rank
 
     import_from_working_folder()
