@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dynmo import Pipeline, init
+from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.planner.decisions import ask_again
 from dynmo.planner.situation import DecisionRecord
 from tests.cli.runs import Done, free_port
@@ -52,6 +54,17 @@ def test_run_goes_on(pool: Pool, files: Path, name: str) -> None:
 def test_run_goes_on_by_the_file_in_its_folder(pool: Pool, files: Path, name: str) -> None:
     file, changed = f"runs/{name}/config.toml", "pipeline.schedule=1f1b"
     check_end(dynmo(pool, files, 2, "train", file, "--set", changed, "--resume", "--json"), name)
+
+
+def test_adapters_load_and_are_exported_as_they_were(pool: Pool, files: Path) -> None:
+    tuned = (files / "tuned" / "adapter_model.safetensors").read_bytes()
+    done = dynmo(pool, files, 1, "checkpoint", "export", "runs/adapters", "exported")
+    assert done.status == 0, done.err
+    with init(device="cpu") as world:
+        model = from_pretrained(files / "llama", lora=files / "tuned")
+        save_pretrained(Pipeline(model, world, microbatches=1), files / "loaded")
+    for made in ("exported", "loaded"):
+        assert (files / made / "adapter_model.safetensors").read_bytes() == tuned
 
 
 def test_costs_file_gives_the_same_plan(pool: Pool, files: Path) -> None:
