@@ -11,6 +11,7 @@ The name of the form's class tells which. Without a name, the form's buffers tel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self, cast
 
@@ -190,12 +191,16 @@ def unknown_form(forms: Mapping[str, str]) -> str | None:
 
     Never imports by a name: it may come from a file.
     """
-    for name in forms.values():
-        if not any(_has_name(kind, name) for kind in _FORMS):
-            import_module(_OWN_FORMS)
-            if not any(_has_name(kind, name) for kind in _FORMS):
-                return name
-    return None
+    return next((x for x in forms.values() if _last(partial(_has_name, name=x)) is None), None)
+
+
+def _last(fits: Callable[[type[PackedWeight]], bool]) -> type[PackedWeight] | None:
+    """Returns the last form that was made of those that fit."""
+    found = next(filter(fits, reversed(_FORMS)), None)
+    if found is None:
+        import_module(_OWN_FORMS)
+        found = next(filter(fits, reversed(_FORMS)), None)
+    return found
 
 
 def _module_of(kind: type) -> str:
@@ -225,11 +230,7 @@ def conform(
         given = {
             key.removeprefix(prefix): t for key, t in buffers.items() if key.startswith(prefix)
         }
-        form = (forms or {}).get(path)
-        kind = _form_of(part, given, form)
-        if kind is None and any("." not in name and name not in part._buffers for name in given):
-            import_module(_OWN_FORMS)
-            kind = _form_of(part, given, form)
+        kind = _form_of(part, given, (forms or {}).get(path))
         if kind is not None:
             try:
                 kind.take_form(part, given)
@@ -254,10 +255,14 @@ def _form_of(
     plain = module.plain if packed else plain_class(type(module))
     usual = module._buffers.keys() - {*(module.form if packed else ())}
     form = {name for name in buffers if "." not in name} - usual
-    known = [*_FORMS, *([type(module)] if packed else [])]
-    fitting = (kind for kind in reversed(known) if kind.plain is plain and kind.form)
-    fitting = (kind for kind in fitting if not name or _has_name(kind, name))
-    return next((kind for kind in fitting if form == {*kind.form}), None)
+    if packed and form == {*module.form} and not name:
+        return type(module)
+
+    def fits(kind: type[PackedWeight]) -> bool:
+        is_named = not name or _has_name(kind, name)
+        return kind.plain is plain and form == {*kind.form} and is_named
+
+    return _last(fits) if form else None
 
 
 def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,6 +81,11 @@ def test_a_bias_that_is_none_is_not_packed() -> None:
         assert linear.bias.shape == (1,) if bias else linear.bias is None
 
 
+def test_another_form_takes_the_place_of_the_buffers() -> None:
+    linear = Both.take_form(halved()[0], {"kept_rows": torch.tensor([1])})
+    assert [name for name, _ in linear.named_buffers()] == ["kept_rows"]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_module_that_cannot_take_a_form_stays_as_it_was(packed: bool) -> None:
     module = halved()[0] if packed else nn.Linear(3, 4)
@@ -186,7 +191,8 @@ def test_forms_of_cases_that_do_not_run_are_known() -> None:
 import sys, torch
 from torch import nn
 from dynmo.kernels.packed_weight import conform
-module = nn.Sequential(nn.Linear(3, 2))
+module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+conform(module, dict(module.named_buffers()))
 assert "dynmo.cases" not in sys.modules
 conform(module, {"0.crow": torch.tensor([0, 1, 2]), "0.col": torch.tensor([2, 0])})
 print(type(module[0]).__name__)
