@@ -62,6 +62,19 @@ def make_graph(stage_ranks: Sequence[int], first_trainable: int, credits: int) -
     return Graph(*(each.reshape(4 * n, 2) for each in (before, lag, boundary)))
 
 
+def mirrored(graph: Graph) -> Graph:
+    """The graph of time that runs backwards: up to three lanes wait for each, [4 * stages, 3]."""
+    lanes, n = len(graph.before), len(graph.before) // 4
+    before, lag, boundary = np.full((3, lanes, 3), -1, np.int64)
+    lag[:] = 0
+    lane, k = np.nonzero(graph.before[: 3 * n] >= 0)
+    source = graph.before[lane, k]
+    # A lane that waits for one of the same stage has the last place.
+    place = source, np.where(source % n == lane % n, 2, k)
+    before[place], lag[place], boundary[place] = lane, graph.lag[lane, k], graph.boundary[lane, k]
+    return Graph(before, lag, boundary)
+
+
 def delays(graph: Graph, links: Sequence[float] | Floats) -> Floats:
     """The time that each result of `before` is on its way, [4 * stages, 2]."""
     return np.array([*links, 0.0], np.float64)[graph.boundary]

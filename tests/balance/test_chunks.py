@@ -11,7 +11,7 @@ from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.schedule.automatic.list_schedule import list_schedule
+from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.simulator import simulate
 
@@ -177,7 +177,9 @@ def test_flowing_placements_take_less_time_than_even_loads() -> None:
 
     def span(partition: Partition) -> float:
         costs = pipeline_costs(layers, partition)
-        return simulate(list_schedule(costs, m, first_trainable=frozen_stages(costs)), costs).span
+        return simulate(
+            v_shape("v-auto", costs, m, first_trainable=frozen_stages(costs)), costs
+        ).span
 
     found = flowing(layers, placement, m)
     even = chunked([x.seconds for x in layers], placement).partition
@@ -213,7 +215,7 @@ def test_no_placement_and_schedule_is_below_the_flow_bound(seed: int) -> None:
     spans = list[float]()
     for inner in combinations(range(1, 7), 3):
         costs = pipeline_costs(layers, Partition.from_bounds((0, *inner, 7)))
-        schedule = list_schedule(costs, m, first_trainable=frozen_stages(costs))
+        schedule = v_shape("v-auto", costs, m, first_trainable=frozen_stages(costs))
         spans.append(simulate(schedule, costs).span)
     assert bound <= min(spans) * (1 + 1e-9)
     assert bound >= m * sum(layer.seconds for layer in layers) / 2 * (1 - 1e-9)

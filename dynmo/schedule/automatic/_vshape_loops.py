@@ -1,8 +1,6 @@
 """The inner loops of `vshape`, compiled.
 
-They are plain arithmetic on arrays. `vshape` explains the algorithm. Rank r holds the stages r and
-2p - 1 - r, its lower and its upper stage. The codes of a rank's F's and B's are in the order in
-which one microbatch meets them.
+They are plain arithmetic on arrays. `vshape` explains the algorithm. Orders are lanes of each rank.
 """
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
@@ -11,195 +9,113 @@ which one microbatch meets them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import njit
 
-from dynmo.jit import jit, jit_as
+from dynmo.jit import jit_as
+from dynmo.schedule.automatic.case import CASE, NEVER, Case
 
-NEVER = 1e300
-
-# The codes of ops.
-F_LOWER, F_UPPER, B_UPPER, B_LOWER, W_LOWER, W_UPPER = 0, 1, 2, 3, 4, 5
+_TABLE = "float64[:, ::1]"
+_ORDER = "int32[:, ::1]"
 
 
 @njit(inline="always")
-def _ops_of(rank, stages, m, frozen):
-    """Return how many F's and B's the rank has."""
-    return 2 * m + (m if rank >= frozen else 0) + (m if stages - 1 - rank >= frozen else 0)
+def _arrival(before, lag, delay, end, lane, j):
+    """Return when op j of a lane has all that it waits for."""
+    at = 0.0
+    for k in range(before.shape[1]):
+        needed, which = before[lane, k], j - lag[lane, k]
+        if needed >= 0 and which >= 0:
+            at = max(at, end[needed, which] + delay[lane, k])
+    return at
+
+
+# -- repeating blocks ------------------------------------------------------------------------------
 
 
 @njit
-def _count_ops(rank, ranks, m, frozen, total):
-    """Write how many F's and B's of each code the rank has to `total`. Returns their sum."""
-    total[F_LOWER] = total[F_UPPER] = m
-    total[B_LOWER] = m if rank >= frozen else 0
-    total[B_UPPER] = m if 2 * ranks - 1 - rank >= frozen else 0
-    return total[F_LOWER] + total[F_UPPER] + total[B_UPPER] + total[B_LOWER]
+def _way(case, r, lanes, left):
+    """Write the lanes of the F's and B's that a microbatch meets on rank r, and their ops.
+
+    Returns the number of ops.
+    """
+    n = len(case.rank_of)
+    lanes[0], lanes[1], lanes[2], lanes[3] = r, n - 1 - r, 2 * n - 1 - r, n + r
+    for k in range(4):
+        left[k] = case.m if k < 2 or lanes[k] - n >= case.frozen else 0
+    return left.sum()
 
 
-@jit_as("void(int64, int64, int64[::1], int8[:, ::1])")
-def cycles(m, frozen, cycle, order):
+@jit_as(f"void({CASE}, int64[::1], {_ORDER})")
+def cycles(case, cycle, order):
     """Write the hand-made ZB-V into `order`.
 
     The warm-up is 2 (p - r) - 1 F's, r pairs of both F's and p - r pairs of F and B. `cycle`
     follows again and again.
     """
-    p = order.shape[0]
-    total, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    case = Case(*case)
+    p = len(case.cap)
+    lanes, left = np.zeros(4, np.int64), np.zeros(4, np.int64)
     for r in range(p):
-        done[:] = 0
-        length = _count_ops(r, p, m, frozen, total)
-        lead, pairs = 2 * (p - r) - 1, r
+        length = _way(case, r, lanes, left)
+        lead = 2 * (p - r) - 1
         step = at = 0
         while at < length:
             # A step is one place of the pattern. It is passed over if its op is not due yet, or has
             # run m times.
             if step < lead:
-                k = F_LOWER
-            elif step < lead + 2 * pairs:
-                k = F_LOWER if (step - lead) % 2 else F_UPPER
+                k = 0
             elif step < lead + 2 * p:
-                k = B_UPPER if (step - lead) % 2 else F_UPPER
+                k = (0 if step < lead + 2 * r else 2) if (step - lead) % 2 else 1
             else:
                 k = cycle[(step - lead - 2 * p) % 4]
             step += 1
-            if done[k] >= total[k] or (k > 0 and done[k] >= done[k - 1] and total[k - 1] > 0):
-                continue
-            order[r, at] = k
-            done[k] += 1
-            at += 1
+            if left[k] > 0 and (k == 0 or left[k] > left[k - 1]):
+                order[r, at] = lanes[k]
+                left[k] -= 1
+                at += 1
 
 
-class Problem(NamedTuple):
-    """The case that is scheduled.
-
-    Attributes:
-        m: Number of microbatches.
-        frozen: Number of stages before the first that trains.
-        whole: Whether the makespan counts, and not the span.
-        f: Seconds of F, [stages]. b, w: likewise.
-        link: Seconds of a message from each stage to the next, [stages].
-        hold: Memory that an F takes, [stages]. stash: what is left of it after B, [stages].
-        cap: Memory of each rank, [ranks].
-    """
-
-    m: int
-    frozen: int
-    whole: bool
-    f: Any
-    b: Any
-    w: Any
-    link: Any
-    hold: Any
-    stash: Any
-    cap: Any
-
-
-# The type of a Problem as a plain tuple, which a compiled function recognizes faster.
-_PROBLEM = "Tuple((int64, int64, boolean" + ", float64[::1]" * 7 + "))"
-
-
-@jit_as(f"void({_PROBLEM}, float64, float64[::1], float64, int8[:, ::1])")
-def block(problem, unit, shape, period, order):
+@jit_as(f"void({CASE}, float64, float64[::1], float64, {_ORDER})")
+def block(case, unit, shape, period, order):
     """Write a repeating block into `order`.
 
-    Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long. Each further
-    microbatch runs a period behind.
+    Microbatch 0 runs at its own pace, every hop at least shape[0..3] units long, with a rest of
+    shape[4..6] units at each turn. Each further microbatch runs a period behind.
     """
-    problem = Problem(*problem)
-    m, frozen, f, b, link = problem.m, problem.frozen, problem.f, problem.b, problem.link
-    p, n = order.shape[0], f.shape[0]
-    forward, backward = np.zeros(n), np.zeros(n)
-    for s in range(1, n):
-        if s == p:
-            forward[s] = forward[s - 1] + f[s - 1] + shape[4] * unit
+    case = Case(*case)
+    took, delay, n, p = case.took, case.delay, len(case.rank_of), len(case.cap)
+    begins = np.zeros(2 * n)
+    lane = 0
+    for i in range(2 * n - 1 - case.frozen):
+        following = i + 1 if i + 1 < n else 3 * n - 2 - i
+        hop = took[lane] + delay[following, 0 if i < n else 1]
+        if i % p == p - 1:
+            hop += shape[4 + i // p] * unit
         else:
-            forward[s] = forward[s - 1] + max(
-                f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit
-            )
-    backward[n - 1] = forward[n - 1] + f[n - 1] + shape[5] * unit
-    for s in range(n - 2, frozen - 1, -1):
-        if s == p - 1:
-            backward[s] = backward[s + 1] + b[s + 1] + shape[6] * unit
-        else:
-            backward[s] = backward[s + 1] + max(
-                b[s + 1] + link[s], shape[2 if s >= p else 3] * unit
-            )
+            hop = max(hop, shape[i // p] * unit)
+        begins[following] = begins[lane] + hop
+        lane = following
     if period == 0.0:
-        period = 2.0 * max(backward[frozen], forward[n - 1]) + 1.0
-    at, done, total = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.int64)
+        period = 2.0 * begins.max() + 1.0
+    lanes, left, at = np.zeros(4, np.int64), np.zeros(4, np.int64), np.zeros(4)
     for r in range(p):
-        upper = n - 1 - r
-        at[F_LOWER], at[F_UPPER] = forward[r], forward[upper]
-        at[B_UPPER], at[B_LOWER] = backward[upper], backward[r]
-        done[:] = 0
-        for i in range(_count_ops(r, p, m, frozen, total)):
+        length = _way(case, r, lanes, left)
+        for k in range(4):
+            at[k] = begins[lanes[k]]
+        for i in range(length):
             best = -1
             for k in range(4):
-                if done[k] < total[k] and (best < 0 or at[k] < at[best] * (1.0 - 1e-12)):
+                if left[k] > 0 and (best < 0 or at[k] < at[best] * (1.0 - 1e-12)):
                     best = k
-            order[r, i] = best
-            done[best] += 1
+            order[r, i] = lanes[best]
+            left[best] -= 1
             at[best] += period
 
 
-class Timetable(NamedTuple):
-    """Work space, and the results that `play` leaves there.
-
-    Attributes:
-        latest: By when each F and B must start, [2, stages, microbatches].
-        arrival: When its inputs are there, likewise. start: when it starts, likewise.
-        began: When each rank begins, [ranks]. ended: when its last F or B ends, [ranks].
-        ops: The ops of each rank by their codes, [ranks, 6 * microbatches].
-    """
-
-    latest: Any
-    arrival: Any
-    start: Any
-    began: Any
-    ended: Any
-    ops: Any
-
-
-@njit(inline="always")
-def _rank_of(stage, ranks):
-    return stage if stage < ranks else 2 * ranks - 1 - stage
-
-
-@jit()
-def _order_of_visits(problem, run, stack):
-    """Clear the timetable, and put all ranks on the stack, the first on top.
-
-    Returns the number of ops to place.
-    """
-    m, frozen, n, p = problem.m, problem.frozen, problem.f.shape[0], problem.cap.shape[0]
-    run.arrival[:] = NEVER
-    for j in range(m):
-        run.arrival[0, 0, j] = 0.0
-    left = 0
-    for at in range(p):
-        r = p - 1 - at
-        stack[at] = r
-        run.began[r], run.ended[r] = -1.0, 0.0
-        left += 2 * _ops_of(r, n, m, frozen) - 2 * m  # and a W for each B
-    return left
-
-
-@jit()
-def _time_taken(whole, began, ended):
-    """Return the makespan if `whole`, else the longest time of a rank."""
-    best, earliest = 0.0, NEVER
-    for r in range(len(began)):
-        best = max(best, ended[r] - (0.0 if whole else began[r]))
-        earliest = min(earliest, began[r])
-    return best - (earliest if whole else 0.0)
-
-
-@jit()
-def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -> float:
-    """Run F's and B's in `order`, and put W's between them.
+@jit_as(f"float64({CASE}, {_ORDER}, float64, int64, {_TABLE}, {_TABLE}, int32[::1], {_ORDER})")
+def play(case, order, share, patient, latest, end, path, ops):
+    """Run F's and B's in `order` and put W's between them.
 
     A W runs in three cases:
 
@@ -208,155 +124,314 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
     - Its rank is one of the first `patient` ranks and has no F left. The op behind the gap still
       starts by its `latest` time.
 
-    This is one long loop on local names, because Numba counts references for each record that a
-    helper takes. With helpers the loop is five times slower.
+    Args:
+        case: The case.
+        order: The F's and B's of each rank.
+        share: See above.
+        patient: See above.
+        latest: See above.
+        end: When each F and B ends. Is written.
+        path: The F's and B's, each after those that it waits for, lane * m + j. Is written.
+        ops: The order with W's. Is written.
+
+    Returns:
+        The span or makespan. -1 if the memory is not enough.
     """
-    problem, run = Problem(*problem), Timetable(*timetable)
-    m, frozen, whole = problem.m, problem.frozen, problem.whole
-    f, b, w, link = problem.f, problem.b, problem.w, problem.link
-    hold, stash, cap = problem.hold, problem.stash, problem.cap
-    latest, arrival, start = run.latest, run.arrival, run.start
-    began, ended, ops = run.began, run.ended, run.ops
-    p, n = order.shape[0], f.shape[0]
-    count, weights = np.zeros((p, 4), np.int64), np.zeros(n, np.int64)
-    live, free, ops_placed = np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
-    stack, queued, top = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), p
-    left = _order_of_visits(problem, run, stack)
+    case = Case(*case)
+    m, before, lag, delay, took = case.m, case.before, case.lag, case.delay, case.took
+    rank_of, first, held, hold = case.rank_of, case.first, case.held, case.hold
+    n, p = len(rank_of), len(case.cap)
+    for lane in range(2 * n):
+        for j in range(m):
+            end[lane, j] = NEVER
+    change, told, count = case.change, case.told, np.zeros(3 * n, np.int64)
+    total, done, placed = np.zeros(p, np.int64), np.zeros(p, np.int64), np.zeros(p, np.int64)
+    for s in range(n):
+        total[rank_of[s]] += m if s < case.frozen else 2 * m
+    live, free, began = np.zeros(p), np.zeros(p), np.full(p, -1.0)
+    arrival = np.full(p, NEVER)  # of each rank's next F or B
+    stack, queued, top = np.arange(p)[::-1].copy(), np.ones(p, np.bool_), p
+    left, passed = n * m + 2 * (n - case.frozen) * m, 0
     while top > 0:
         top -= 1
         r = stack[top]
         queued[r] = False
-        lower, upper = r, n - 1 - r
-        limit = cap[r] * (1 + 1e-9)
-        ops_of_rank = _ops_of(r, n, m, frozen)
+        limit = case.cap[r] * (1 + 1e-9)
+        lower, upper = held[first[r]], held[first[r + 1] - 1]
         while True:
-            waiting_lower = count[r, B_LOWER] - weights[lower]
-            waiting_upper = count[r, B_UPPER] - weights[upper]
-            idle_w = -1
-            if waiting_lower > 0 or waiting_upper > 0:
-                idle_w = lower if waiting_lower >= waiting_upper else upper
-            t = free[r]
-            weight = False
-            k, s, j, g, a = -1, 0, 0, 0, 0.0
-            at = count[r, 0] + count[r, 1] + count[r, 2] + count[r, 3]
-            if at < ops_of_rank:
-                k = order[r, at]
-                s = upper if F_UPPER <= k <= B_UPPER else lower
-                g = 1 if k >= B_UPPER else 0
-                j = count[r, k]
-                a = arrival[g, s, j]
-                if g == 0 and s < frozen and j >= p and s + 1 < n:
-                    # A forward-only stage is at most p microbatches ahead of the next one: see
-                    # op.dependencies.
-                    ahead = _rank_of(s + 1, p)
-                    gone = count[ahead, F_LOWER if s + 1 < p else F_UPPER] > j - p
-                    a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s]) if gone else NEVER
-                if g == 0 and live[r] + hold[s] > limit:
-                    if idle_w < 0:
+            idle = 2 * n + lower
+            waiting = count[n + lower] - count[idle]
+            if count[n + upper] - count[2 * n + upper] > waiting:
+                idle = 2 * n + upper
+            elif waiting == 0:
+                idle = -1
+            t, lane = free[r], idle
+            if done[r] < total[r]:
+                due = order[r, done[r]]
+                if arrival[r] >= NEVER:
+                    arrival[r] = _arrival(before, lag, delay, end, due, count[due])
+                there = arrival[r]
+                if due < n and live[r] + hold[due] > limit:
+                    if idle < 0:
                         return -1.0
-                    weight = True
-                elif a >= NEVER:
+                elif there >= NEVER:
                     break
-                elif a > t and idle_w >= 0:
-                    weight = a - t >= share * w[idle_w] or (
-                        r < patient and count[r, F_UPPER] >= m and t + w[idle_w] <= latest[g, s, j]
+                elif (
+                    idle < 0
+                    or there <= t
+                    or not (
+                        there - t >= share * took[idle]
+                        or (
+                            r < patient
+                            and count[upper] == m
+                            and t + took[idle] <= latest[due, count[due]]
+                        )
                     )
-            elif idle_w >= 0:
-                weight = True
-            else:
+                ):
+                    lane = due
+                    t = max(t, there)
+            if lane < 0:
                 break
-            if weight:
-                ops[r, ops_placed[r]] = W_LOWER if idle_w == lower else W_UPPER
-                weights[idle_w] += 1
-                live[r] -= stash[idle_w]
-                end = t + w[idle_w]
-            else:
-                ops[r, ops_placed[r]] = k
-                t = max(t, a)
-                count[r, k] += 1
-                start[g, s, j] = t
-                other = -1
-                if g == 0:
-                    end = t + f[s]
-                    live[r] += hold[s]
-                    if s + 1 < n:
-                        arrival[0, s + 1, j] = end + link[s]
-                        other = _rank_of(s + 1, p)
-                    else:
-                        arrival[1, s, j] = end
-                    if 0 < s <= frozen:
-                        before = _rank_of(s - 1, p)
-                        if not queued[before] and before != r:
-                            stack[top] = before
-                            top += 1
-                            queued[before] = True
-                else:
-                    end = t + b[s]
-                    live[r] -= hold[s] - stash[s]
-                    if s > frozen:
-                        arrival[1, s - 1, j] = end + link[s - 1]
-                        other = _rank_of(s - 1, p)
-                ended[r] = end
-                if other >= 0 and other != r and not queued[other]:
+            j = count[lane]
+            count[lane] += 1
+            live[r] += change[lane]
+            if began[r] < 0:
+                began[r] = t
+            free[r] = t + took[lane]
+            ops[r, placed[r]] = lane
+            placed[r] += 1
+            left -= 1
+            if lane >= 2 * n:
+                continue
+            end[lane, j] = free[r]
+            arrival[r] = NEVER
+            path[passed] = lane * m + j
+            passed += 1
+            done[r] += 1
+            for k in range(2):
+                other = told[lane, k]
+                if other >= 0 and not queued[other]:
                     stack[top] = other
                     top += 1
                     queued[other] = True
-            if began[r] < 0:
-                began[r] = t
-            free[r] = end
-            ops_placed[r] += 1
-            left -= 1
-    return _time_taken(whole, began, free) if left == 0 else -1.0
+    if left > 0:
+        return -1.0
+    return free.max() - began.min() if case.whole else (free - began).max()
 
 
-@jit_as(f"void({_PROBLEM}, int8[:, ::1], float64[::1], float64[:, :, ::1])")
-def latest_starts(problem, order, deadline, latest):
-    """Compute when each F and B must start at the latest.
+@jit_as(f"void({CASE}, {_TABLE}, int32[::1], {_TABLE})")
+def latest_starts(case, end, path, latest):
+    """Compute when each F and B must start at the latest, if W's take no time.
 
-    A rank's last F or B must end by its deadline. Ranks keep to `order`, and W's take no time.
+    No rank may end later than the rank that ends last, after one more W of its first stage.
     """
-    problem = Problem(*problem)
-    m, frozen, f, b, link = problem.m, problem.frozen, problem.f, problem.b, problem.link
-    p, n = order.shape[0], f.shape[0]
-    latest[:] = -NEVER
-    count, at, limit = np.full((p, 4), m - 1), np.zeros(p, np.int64), deadline.copy()
-    stack, queued, top = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), 0
+    case = Case(*case)
+    m, n, p, took, rank_of = case.m, len(case.rank_of), len(case.cap), case.took, case.rank_of
+    began, ended, tail = np.full(p, NEVER), np.zeros(p), np.zeros(p)
+    for at in path:
+        lane, j = at // m, at % m
+        r = rank_of[lane % n]
+        began[r] = min(began[r], end[lane, j] - took[lane])
+        ended[r] = end[lane, j]
+        tail[r] = took[2 * n + case.held[case.first[r]]]
+    earliest = began.min()
     for r in range(p):
-        stack[top] = r
-        top += 1
-        at[r] = _ops_of(r, n, m, frozen) - 1
-    while top > 0:
-        top -= 1
-        r = stack[top]
-        queued[r] = False
-        while at[r] >= 0:
-            k = order[r, at[r]]
-            s = n - 1 - r if F_UPPER <= k <= B_UPPER else r
-            g = 1 if k >= B_UPPER else 0
-            j = count[r, k]
-            end = limit[r]
-            other = -1
-            if g == 0:
-                after = latest[0, s + 1, j] - link[s] if s + 1 < n else latest[1, s, j]
-                if after < -NEVER / 2:
-                    break
-                end = min(end, after) - f[s]
-                if s > 0:
-                    other = _rank_of(s - 1, p)
-            else:
-                if s > frozen:
-                    after = latest[1, s - 1, j] - link[s - 1]
-                    if after < -NEVER / 2:
-                        break
-                    end = min(end, after)
-                end -= b[s]
-                if s + 1 < n:
-                    other = _rank_of(s + 1, p)
-            latest[g, s, j] = end
-            limit[r] = end
-            count[r, k] -= 1
-            at[r] -= 1
-            if other >= 0 and other != r and not queued[other]:
-                stack[top] = other
-                top += 1
-                queued[other] = True
+        ended[r] += tail[r] - (earliest if case.whole else began[r])
+    limit, target = np.zeros(p), ended.max()
+    for r in range(p):
+        limit[r] = (earliest if case.whole else began[r]) + target - tail[r]
+    for lane in range(2 * n):
+        for j in range(m):
+            latest[lane, j] = NEVER
+    for at in path[::-1]:
+        lane, j = at // m, at % m
+        r = rank_of[lane % n]
+        limit[r] = latest[lane, j] = min(limit[r], latest[lane, j]) - took[lane]
+        for k in range(2):
+            needed, which = case.before[lane, k], j - case.lag[lane, k]
+            if needed >= 0 and which >= 0:
+                start = latest[lane, j] - case.delay[lane, k]
+                latest[needed, which] = min(latest[needed, which], start)
+
+
+# -- list scheduling -------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _is_safe(own, frozen, hold, stash, limit, stage, count, live):
+    """Return whether a rank can be emptied again after an F on `stage`.
+
+    The oldest microbatch goes first. It needs memory for its F's that are still to come, and then
+    gives all of its memory back. W's that wait give back theirs at once. `own` are its stages.
+    """
+    n = len(hold)
+    held = live + hold[stage]
+    safe = held <= limit
+    for s in own:
+        held -= stash[s] * (count[n + s] - count[2 * n + s])
+    to_come, older = 0.0, 0
+    for at in range(len(own) - 1, -1, -1):
+        s = own[at]
+        if s < frozen or not safe:
+            break
+        entered = count[s] + (s == stage)
+        # The microbatches from `older` up to `entered` have had this F, and none of a later stage.
+        if entered > older:
+            safe = held + to_come <= limit
+            for earlier in range(at + 1):
+                q = own[earlier]
+                if q >= frozen:
+                    held -= hold[q] * max(0, entered - max(older, count[n + q]))
+            older = entered
+        to_come += hold[s]
+    return safe
+
+
+@njit
+def _next_rank(wake):
+    """Return the rank that can do something first."""
+    rank = 0
+    for r in range(1, len(wake)):
+        if wake[r] < wake[rank]:
+            rank = r
+    return rank
+
+
+@njit
+def _run(case, forwards, keys, fill, ahead, clock, start, order):
+    """Run the ops on one clock. A free rank takes the op with the least key.
+
+    Args:
+        case: The case.
+        forwards: False lets the time run backwards. Microbatches are then counted from the last,
+            and memory is not considered.
+        keys: Priority of each op.
+        fill: Whether a W only fills gaps that hold all of it.
+        ahead: A rank waits for an op of a smaller key that comes within this share of the op that
+            it could run.
+        clock: When each rank may begin. It is overwritten with when each rank begins and ends.
+        start: When each op starts. Is written.
+        order: The ops of each rank. Is written.
+
+    Returns:
+        The span or makespan. -1 if the memory is not enough.
+    """
+    m, frozen, took, hold, stash = case.m, case.frozen, case.took, case.hold, case.stash
+    rank_of, first, held = case.rank_of, case.first, case.held
+    before, lag, delay = case.before, case.lag, case.delay
+    after, after_lag = case.after, case.after_lag
+    if not forwards:
+        before, lag, delay, after, after_lag = after, after_lag, case.after_delay, before, lag
+    n, p = len(rank_of), len(case.cap)
+    count, end = np.zeros(3 * n, np.int64), np.full((3 * n, m), NEVER)
+    arrival = np.full(3 * n, NEVER)  # of each lane's next op
+    for lane in range(3 * n):
+        if lane < n or lane % n >= frozen:
+            arrival[lane] = _arrival(before, lag, delay, end, lane, 0)
+    change, live = case.change, np.zeros(p)
+    placed, wake = np.zeros(p, np.int64), clock[0].copy()
+    free = clock[1]
+    for r in range(p):
+        free[r] = wake[r]
+        clock[0, r] = -1.0
+    left = n * m + 2 * (n - frozen) * m
+    while left > 0:
+        r = _next_rank(wake)
+        t = wake[r]
+        if t >= NEVER:
+            return -1.0
+        own = held[first[r] : first[r + 1]]
+        limit = case.cap[r] * (1 + 1e-9)
+        lane, key, soon, soon_key, soonest = -1, NEVER, NEVER, NEVER, NEVER
+        for s in own:
+            for each in range(s, 3 * n, n):
+                there = arrival[each]
+                if there >= NEVER:
+                    continue
+                its_key = keys[each, count[each]]
+                if there > t:
+                    soonest = min(soonest, there)
+                    if its_key < soon_key:
+                        soon, soon_key = there, its_key
+                elif its_key < key and (
+                    each >= n
+                    or not forwards
+                    or hold[s] == 0.0
+                    or limit >= NEVER
+                    or _is_safe(own, frozen, hold, stash, limit, s, count, live[r])
+                ):
+                    lane, key = each, its_key
+        if lane < 0 or (fill and lane >= 2 * n and soonest - t < took[lane]):
+            wake[r] = soonest
+            continue
+        if soon_key < key and soon - t < ahead * took[lane]:
+            wake[r] = soon
+            continue
+        j = count[lane]
+        count[lane] += 1
+        left -= 1
+        live[r] += change[lane]
+        if clock[0, r] < 0:
+            clock[0, r] = t
+        start[lane, j] = t
+        end[lane, j] = free[r] = wake[r] = t + took[lane]
+        order[r, placed[r]] = lane
+        placed[r] += 1
+        arrival[lane] = _arrival(before, lag, delay, end, lane, j + 1) if j + 1 < m else NEVER
+        for k in range(after.shape[1]):
+            each = after[lane, k]
+            if each >= 0 and count[each] == j + after_lag[lane, k] and count[each] < m:
+                arrival[each] = _arrival(before, lag, delay, end, each, count[each])
+                other = rank_of[each % n]
+                wake[other] = min(wake[other], max(free[other], arrival[each]))
+    if case.whole:
+        return free.max() - clock[0].min()
+    return (free - clock[0]).max()
+
+
+@jit_as(f"float64({CASE}, {_TABLE}, float64, int64, float64[::1], float64, {_ORDER}, {_ORDER})")
+def improve(case, keys, goal, rounds, aheads, best, order, trial):
+    """Run the ops forwards and backwards in turn. Each run's order is the next one's priority.
+
+    Args:
+        case: The case.
+        keys: Priority of each op at first. Is overwritten.
+        goal: Stop at a schedule as short as this.
+        rounds: How often to run in both directions.
+        aheads: The shares for which a rank waits, one after the other.
+        best: The time of `order`.
+        order: The ops of each rank in the best schedule. Is written if a shorter one is found.
+        trial: Work space of the same size.
+
+    Returns:
+        The time of `order`.
+    """
+    case = Case(*case)
+    m, p = case.m, len(case.cap)
+    start, clock = np.zeros(keys.shape), np.zeros((2, p))
+    reached = NEVER
+    for turn in range(2 * rounds + 1):
+        forwards = turn % 2 == 0
+        ahead = 0.0 if turn == 0 else aheads[(turn - 1) // 2 % len(aheads)]
+        time = _run(case, forwards, keys, turn == 0, ahead, clock, start, trial)
+        if time < 0.0:
+            break
+        if forwards:
+            reached = min(reached, time)
+        if turn == 2 and reached > 1.05 * best:
+            break
+        if forwards and time < best:
+            best = time
+            for r in range(p):
+                for i in range(order.shape[1]):
+                    order[r, i] = trial[r, i]
+            if best <= goal:
+                break
+        latest = clock[0].max()
+        for r in range(p):
+            # A rank that begins early ends early, if its own span counts.
+            clock[0, r] = latest - clock[0, r] if forwards and not case.whole else 0.0
+        for lane in range(keys.shape[0]):
+            for j in range(m):
+                keys[lane, m - 1 - j] = -(start[lane, j] + case.took[lane])
+    return best

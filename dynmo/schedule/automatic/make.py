@@ -10,7 +10,6 @@ from functools import partial
 
 from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic.list_schedule import list_schedule
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective
@@ -19,8 +18,7 @@ from dynmo.schedule.op import Schedule
 
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     "zb-auto": automatic,
-    "v-auto": list_schedule,
-    **{name: partial(v_shape, name) for name in ("zb-v", "v-half", "v-min")},
+    **{name: partial(v_shape, name) for name in ("zb-v", "v-auto", "v-half", "v-min")},
 }
 
 

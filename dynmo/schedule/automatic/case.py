@@ -1,0 +1,137 @@
+"""The case that a search schedules, as arrays for compiled loops: the graph, and costs beside it.
+
+A search writes an order of lanes (see `graph`) for each rank. A lane's microbatches come in order,
+so a row of lanes tells the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.cost.layer_cost import Costs
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.graph import delays, make_graph, mirrored
+from dynmo.schedule.op import Kind, Op, Schedule
+
+NEVER = 1e300
+"""The time of what has not happened, and the memory of a rank without a limit."""
+
+
+class Case(NamedTuple):
+    """What is scheduled.
+
+    Attributes:
+        m: Number of microbatches.
+        frozen: Number of stages before the first that trains.
+        whole: Whether the makespan counts, and not the span.
+        before: Of the graph, [lanes, 2]. `lag`: likewise. `delay`: `graph.delays`, likewise.
+        after: Of the mirrored graph, [lanes, 3]. `after_lag` and `after_delay`: likewise.
+        told: The other ranks that have an op that waits for each lane, or -1, [lanes, 2].
+        took: Time of an op of each lane.
+        change: By how much it changes the live memory of its rank.
+        hold: Memory that an F takes on each stage.
+        stash: What is left of it after B.
+        cap: Memory of each rank.
+        rank_of: Rank of each stage.
+        first: Where each rank's stages begin in `held`, [ranks + 1].
+        held: The stages of the ranks, in model order.
+    """
+
+    m: int
+    frozen: int
+    whole: bool
+    before: Any
+    lag: Any
+    delay: Any
+    after: Any
+    after_lag: Any
+    after_delay: Any
+    told: Any
+    took: Any
+    change: Any
+    hold: Any
+    stash: Any
+    cap: Any
+    rank_of: Any
+    first: Any
+    held: Any
+
+
+_WAITS = "int64[:, ::1], int64[:, ::1], float64[:, ::1]"
+CASE = (
+    f"Tuple((int64, int64, boolean, {_WAITS}, {_WAITS}, int64[:, ::1], float64[::1], "
+    "float64[::1], float64[::1], float64[::1], float64[::1], int64[::1], int64[::1], int64[::1]))"
+)
+"""The type of a Case as a plain tuple, which a compiled function recognizes faster."""
+
+
+def make_case(
+    costs: Costs,
+    microbatches: int,
+    stage_ranks: Sequence[int],
+    caps: Sequence[float] | None,
+    first_trainable: int,
+    objective: Objective,
+) -> Case:
+    stages, n, ranks = costs.stages, len(costs.stages), max(stage_ranks) + 1
+    graph = make_graph(stage_ranks, first_trainable, ranks)
+    before, after = (
+        (way.before[: 3 * n], way.lag[: 3 * n], delays(way, costs.links)[: 3 * n])
+        for way in (graph, mirrored(graph))
+    )
+    trains = np.arange(n) >= first_trainable
+    took = np.array([(stage.f, stage.b, stage.w) for stage in stages], np.float64).T.copy()
+    took[1:] *= trains
+    # An F takes at once the most that its microbatch will hold. A B that adds memory therefore
+    # never finds too little.
+    hold = np.array([max(stage.held, 0.0) for stage in stages], np.float64) * trains
+    stash = np.array([max(stage.mem_f + stage.mem_b, 0.0) for stage in stages], np.float64) * trains
+    cap = np.full(ranks, NEVER) if caps is None else np.minimum(caps, NEVER)
+    held = np.argsort(stage_ranks, kind="stable")
+    first = np.searchsorted(np.sort(stage_ranks), np.arange(ranks + 1))
+    rank_of, whole = np.array(stage_ranks, np.int64), objective is Objective.MAKESPAN
+    waiting = after[0][:, :2]
+    told = rank_of[waiting % n]
+    told[(waiting < 0) | (told == np.tile(rank_of, 3)[:, None])] = -1
+    return Case(
+        microbatches,
+        first_trainable,
+        whole,
+        *before,
+        *after,
+        told,
+        took.ravel(),
+        np.concatenate([hold, stash - hold, -stash]),
+        hold,
+        stash,
+        cap,
+        rank_of,
+        first,
+        held,
+    )
+
+
+# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
+_new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
+
+
+def schedule_of(name: str, case: Case, order: NDArray[np.int32]) -> Schedule:
+    """Turn the lanes of each rank into a schedule. A row's rest is not used."""
+    n, kinds = len(case.rank_of), tuple(Kind)
+    rows: list[tuple[Op, ...]] = []
+    for rank in range(len(case.cap)):
+        own = case.held[case.first[rank] : case.first[rank + 1]].tolist()
+        row = order[rank, : case.m * sum(3 if stage >= case.frozen else 1 for stage in own)]
+        index = np.empty(len(row), np.int64)
+        for lane in (k * n + stage for k in range(3) for stage in own):
+            at = row == lane
+            index[at] = np.arange(np.count_nonzero(at))
+        lanes = cast("list[int]", row.tolist())
+        of_lane = [kinds[lane // n] for lane in lanes], [lane % n for lane in lanes]
+        rows.append(tuple(map(_new_op, zip(*of_lane, index.tolist(), strict=True))))
+    return Schedule(name, case.m, tuple(case.rank_of.tolist()), tuple(rows), case.frozen)
