@@ -103,6 +103,18 @@ def test_a_module_that_cannot_take_a_form_stays_as_it_was(packed: bool) -> None:
             assert [*dict(now).items()] == [*was.items()]
 
 
+def test_a_parameter_that_cannot_be_packed_leaves_the_others_as_they_were() -> None:
+    class Late(Both):
+        def packed_shape(self, name: str) -> tuple[int, ...]:
+            return super().packed_shape(name) if name == "weight" else (1, "two")  # pyright: ignore
+
+    linear = nn.Linear(3, 4)
+    before = dict(linear.named_parameters())
+    with pytest.raises(ValueError, match=r"Late\.packed_shape raised TypeError"):
+        Late.take_form(linear, {"kept_rows": torch.tensor([1])})
+    assert all(linear._parameters[name] is value for name, value in before.items())
+
+
 def test_conform_knows_forms_by_their_buffers() -> None:
     class Own(nn.Linear):
         pass
