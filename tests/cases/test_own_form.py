@@ -13,6 +13,7 @@ from torch import nn
 
 import dynmo
 from dynmo.balance.partition import Move
+from dynmo.cases.pruning.sparse_linear import SparseLinear
 from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels import packed_weight
 from dynmo.runtime.state.migration import pack, unpack
@@ -124,7 +125,7 @@ def test_a_form_that_nothing_has_imported_is_named(
     move = Move(1, 0, 0)
     # The class that `make` defines stays unknown.
     monkeypatch.setattr(packed_weight.PackedWeight, "__init_subclass__", lambda: None)
-    monkeypatch.setattr(packed_weight, "_FORMS", [])
+    monkeypatch.setattr(packed_weight, "_FORMS", [SparseLinear])
     with pytest.raises(CheckpointError, match=r"^layer 0 .* as shown:BlockSparse, which is"):
         make(world, False, resume=tmp_path)
     store = pipeline._engine.store

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dynmo.cases.pruning.sparse_linear import SparseLinear
 from dynmo.errors import RunError
 from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import (
@@ -138,7 +139,7 @@ def test_conform_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) ->
 
     linear = nn.Linear(3, 2)
     conform(linear, {"crow": torch.tensor([0, 1, 2]), "col": torch.tensor([2, 0])})
-    assert type(linear).__name__ == "SparseLinear"
+    assert type(linear) is SparseLinear
     conform(linear, {"crow": torch.tensor([0, 1, 1]), "col": torch.tensor([2])})
     assert linear.weight.shape == (1, 1)
     assert type(linear) is not Columns
