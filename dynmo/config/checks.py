@@ -85,13 +85,10 @@ def _data(config: Config) -> Iterator[str]:
 
 def _cases(config: Config) -> Iterator[str]:
     facts = config.facts(config.layer_count, on_cuda=False)
-    found = [each for options in facts.cases.values() for each in options.problems(facts)]
-    if config.train.epochs is not None:
-        # The data tells the steps, and what depends on them is checked then.
-        facts = replace(facts, steps=sys.maxsize)
-        many = [each for options in facts.cases.values() for each in options.problems(facts)]
-        found = [problem for problem in found if problem in many]
-    yield from found
+    for problem in facts.problems():
+        # The data tells the steps of epochs, and what depends on them is checked then.
+        if config.train.epochs is None or problem in replace(facts, steps=sys.maxsize).problems():
+            yield problem
 
 
 _RULES: tuple[Rule, ...] = (

@@ -33,6 +33,11 @@ class RunFacts:
     comes_again: bool | None = None
     cases: Mapping[str, CaseOptions] = field(default_factory=dict[str, "CaseOptions"])
 
+    def problems(self) -> Iterator[str]:
+        """Yields why options of the cases do not fit the run, a line each."""
+        for options in self.cases.values():
+            yield from options.problems(self)
+
     def most_groups(self, groups: int) -> int:
         """Returns how many of the groups of a layer's weights a replica may hold."""
         spare = max((options.spare_groups for options in self.cases.values()), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
     """Makes the cases of a run: those with options in the order of their turns, then others."""
     named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
     run = replace(run, cases=named)
-    for problem in problems_of(run):
+    for problem in run.problems():
         raise ConfigError(problem)
     own = [each for each in cases if not isinstance(each, CaseOptions)]
     for each in own:
@@ -42,12 +42,6 @@ def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
             f"{error}{place(error)}; write {module} with a function make(options, run)"
         ) from error
     return make(options, run)
-
-
-def problems_of(run: RunFacts) -> Iterator[str]:
-    """Yields why options of dynmo's cases do not fit a run, a line each."""
-    for options in run.cases.values():
-        yield from options.problems(run)
 
 
 def from_class(path: str) -> Dynamism:

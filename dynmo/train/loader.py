@@ -19,7 +19,6 @@ from dynmo.data.corpus import Corpus
 from dynmo.data.order import Order, held_out_of, held_out_text
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
-from dynmo.pipeline.case_registry import problems_of
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.comm.world import World
 from dynmo.train.text import check_tokens, open_text
@@ -88,7 +87,7 @@ class DataLoader:
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             facts = replace(config.facts(model.layers, on_cuda=False), comes_again=False)
-            for problem in problems_of(facts):
+            for problem in facts.problems():
                 raise ConfigError(problem)
 
     def train(self, step: int) -> Batch:
