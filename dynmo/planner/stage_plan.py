@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.speeds import Speeds
@@ -37,6 +37,8 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
 
 _ROUNDS = 8
+# A search asks again for the schedules of its best placements. A large one has 100 MB.
+_make = lru_cache(maxsize=8)(make)
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,13 @@ class StageRequest:
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
         """Makes the schedule. See `automatic.make`."""
-        return make(
+        return _make(
             self.schedule,
             self.ranks,
             self.microbatches,
             costs=costs,
             chunks=self.chunks,
-            caps=caps,
+            caps=tuple(caps),
             first_trainable=first_trainable,
             objective=self.objective,
         )
