@@ -186,6 +186,7 @@ def test_only_the_module_reads_its_packed_weight(fails: bool) -> None:
             self.inner = linear
 
         def forward(self, x: Tensor) -> Tensor:
+            assert not torch.backends.mha.get_fastpath_enabled()
             return x @ self.inner.weight.t() if fails else self.inner(x)
 
     layer = Layer()
@@ -196,6 +197,7 @@ def test_only_the_module_reads_its_packed_weight(fails: bool) -> None:
     else:
         run(torch.ones(1, 3))
     assert linear.weight is not None, "allowed again"
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_forms_of_cases_that_do_not_run_are_known() -> None:
