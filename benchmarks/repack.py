@@ -55,13 +55,14 @@ from benchmarks.repack_cases import MICROBATCHES, RANKS, ROUNDED, SHOWN
 from benchmarks.repack_search import search_placements
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.repack import fewest_ranks
+from dynmo.planner.rank_merging import first_fit
 
 ROOM, SEQUENCE = 4, 2048
 CASES = ("pruning", "early_exit")
 BLOCKS = (24, 32, 40, 48)
 PARTS = ("searched", "cases", "pipetransformer", "emulated")
 BASELINES = {
-    "first-fit": merging.first_fit,
+    "first-fit": first_fit,
     "best-fit": merging.best_fit,
     "round-robin": merging.round_robin,
     "halving": merging.halving,

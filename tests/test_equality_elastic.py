@@ -201,10 +201,9 @@ def test_repack_shrinks_and_grows_the_run(pool: Pool) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("rule", ["first_fit", "halving"])
-def test_published_repack_algorithm_merges_ranks_by_memory(pool: Pool, rule: str) -> None:
+@pytest.mark.parametrize("algorithm", ["first-fit", "python:benchmarks.baselines.merging:halving"])
+def test_published_repack_algorithm_merges_ranks_by_memory(pool: Pool, algorithm: str) -> None:
     """The algorithm merges ranks by memory alone."""
-    algorithm = f"python:benchmarks.baselines.merging:{rule}"
     config = wanted(
         "plain",
         4,

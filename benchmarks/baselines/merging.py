@@ -1,11 +1,9 @@
-"""Published algorithms that merge ranks by memory alone (DynMo, appendix C.4).
+"""Other algorithms that merge ranks by memory alone (DynMo, appendix C.4).
 
-    8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
-    5 ranks   6 6 6 3 3
-
-Each is a rule for `elastic.algorithm = "python:benchmarks.baselines.merging:NAME"`. The arguments
-are a placement, the bytes of each layer, the bytes that a rank must stay under, and the fewest
-ranks. All keep the layers in order, so they merge neighbours only.
+`dynmo.planner.rank_merging` has first-fit, DynMo's own (algorithm 4). Each of these is a rule for
+`elastic.algorithm = "python:benchmarks.baselines.merging:NAME"`. The arguments are a placement, the
+bytes of each layer, the bytes that a rank must stay under, and the fewest ranks. All keep the
+layers in order, so they merge neighbours only.
 """
 
 from __future__ import annotations
@@ -36,22 +34,6 @@ def _loads(partition: Partition, memory: Sequence[float]) -> list[_Load]:
         )
     ranges: Iterator[range] = map(partition.range_of, range(partition.stages))
     return [_Load(len(layers), sum(memory[layer] for layer in layers)) for layers in ranges]
-
-
-def first_fit(
-    partition: Partition, memory: Sequence[float], limit: float, target: int
-) -> Partition:
-    """Algorithm 4: merges each rank into the next one if both fit.
-
-    It stops when `target` ranks are left.
-    """
-    left, rank = _loads(partition, memory), 0
-    while rank + 1 < len(left) and len(left) > target:
-        if left[rank].bytes + left[rank + 1].bytes < limit:
-            left[rank : rank + 2] = [left[rank].with_next(left[rank + 1])]
-        else:
-            rank += 1
-    return Partition(tuple(load.layers for load in left))
 
 
 def best_fit(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:

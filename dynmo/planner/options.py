@@ -33,11 +33,12 @@ class Elastic(Options):
     """Whether the run leaves ranks that it does not need, and takes them back when it does."""
     tolerance: NonNegative = 0.05
     """With `repack`: share by which a step may take longer than the first measured steps did."""
-    algorithm: Literal["fewest"] | Annotated[str, written(OWN, "python:package.module:NAME")] = (
-        "fewest"
-    )
-    """How `repack` chooses: the `fewest` ranks that are fast enough, or a rule of your own that
-    merges ranks by memory: `python:package.module:NAME`."""
+    algorithm: (
+        Literal["fewest", "first-fit"] | Annotated[str, written(OWN, "python:package.module:NAME")]
+    ) = "fewest"
+    """How `repack` chooses: the `fewest` ranks that are fast enough, or by memory alone.
+    `first-fit` is DynMo's algorithm 4: it merges each rank into the next one if both fit. A rule of
+    your own that merges ranks is `python:package.module:NAME`."""
     min_ranks: Count = 1
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None

@@ -1,4 +1,7 @@
-"""Fewer ranks by a rule of the user's own, which merges neighbouring ranks by memory.
+"""Fewer ranks by a rule that merges neighbouring ranks by memory: DynMo's own, or the user's.
+
+    8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
+    5 ranks   6 6 6 3 3
 
 It does not ask how long a step takes then, and never grows. `choose_ranks` is what dynmo does by
 itself.
@@ -6,6 +9,7 @@ itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,13 +27,32 @@ Merge = Callable[[Partition, Sequence[float], float, int], Partition]
 to a placement on as many ranks or fewer."""
 
 
+def first_fit(before: Partition, sizes: Sequence[float], limit: float, least: int) -> Partition:
+    """Merges each rank into the next one if both fit (DynMo, algorithm 4).
+
+    It stops when `least` ranks are left.
+    """
+    if len(sizes) != before.layers:
+        raise PartitionError(f"{len(sizes)} sizes for {before.layers} layers; give one for each")
+    counts, rank = list(before.counts), 0
+    while rank + 1 < len(counts) and len(counts) > least:
+        both, first = counts[rank] + counts[rank + 1], sum(counts[:rank])
+        if math.fsum(sizes[first : first + both]) < limit:
+            counts[rank : rank + 2] = [both]
+        else:
+            rank += 1
+    return Partition(tuple(counts))
+
+
 @cache
 def find_rule(algorithm: str) -> Merge:
-    """Imports the rule that `elastic.algorithm` names, and tries it on a small placement.
+    """Finds the rule that `elastic.algorithm` names. The user's own is tried on a small placement.
 
     Raises:
         ConfigError: There is no such rule, or it returns no placement.
     """
+    if algorithm == "first-fit":
+        return first_fit
     given = find_own("elastic.algorithm", algorithm)
 
     def merge(before: Partition, sizes: Sequence[float], limit: float, least: int) -> Partition:

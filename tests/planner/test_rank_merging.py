@@ -1,4 +1,4 @@
-"""Fewer ranks by a rule of the user's own."""
+"""Fewer ranks by a rule that merges by memory, DynMo's or the user's own."""
 
 from dataclasses import replace
 
@@ -14,7 +14,8 @@ from dynmo.planner.rank_choice import RankQuestion
 from dynmo.planner.rank_merging import find_rule, merge_ranks
 
 MERGING = "python:benchmarks.baselines.merging:"
-RULES = tuple(MERGING + name for name in ("first_fit", "best_fit", "round_robin", "halving"))
+OTHERS = (MERGING + name for name in ("best_fit", "round_robin", "halving"))
+RULES = ("first-fit", *OTHERS)
 
 
 def ask(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> RankQuestion:
@@ -48,7 +49,7 @@ def test_baselines_stop_at_the_minimum_of_ranks():
 def test_merge_over_the_activation_memory_is_refused():
     """Several microbatches are in flight on a rank, which the algorithms ignore."""
     heavy = LayerCost(1.0, 1.0, 1.0, weight_bytes=10, activation_bytes=100)
-    with pytest.raises(NoRoomError, match="first_fit merges to 2 ranks"):
+    with pytest.raises(NoRoomError, match="first-fit merges to 2 ranks"):
         merge_ranks(ask(500, heavy), RULES[0])
 
 

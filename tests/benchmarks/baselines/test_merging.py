@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines.merging import best_fit, first_fit, halving, round_robin
+from benchmarks.baselines.merging import best_fit, halving, round_robin
 from benchmarks.repack import BASELINES
 from dynmo.balance.partition import Partition, uniform
+from dynmo.planner.rank_merging import first_fit
 from tests.balance.test_repack import LOADS
 
 
