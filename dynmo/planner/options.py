@@ -36,9 +36,8 @@ class Elastic(Options):
     algorithm: (
         Literal["fewest", "first-fit"] | Annotated[str, written(OWN, "python:package.module:NAME")]
     ) = "fewest"
-    """How `repack` chooses: the `fewest` ranks that are fast enough, or by memory alone.
-    `first-fit` is DynMo's algorithm 4: it merges each rank into the next one if both fit. A rule of
-    your own that merges ranks is `python:package.module:NAME`."""
+    """How `repack` chooses: the `fewest` ranks that are fast enough, or by memory
+    alone: `first-fit` (DynMo's algorithm 4) or a rule of your own, `python:package.module:NAME`."""
     min_ranks: Count = 1
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None
