@@ -26,10 +26,12 @@ def jit(*fast: str) -> Callable[[_F], _F]:
     """
 
     def compiled(function: _F) -> _F:
+        # The wrapper is for functions that C calls, and takes its share of the compiler's time.
+        options = {"nogil": True, "fastmath": set(fast), "no_cfunc_wrapper": True}
         try:
-            return cast(_F, numba.njit(nogil=True, fastmath=set(fast), cache=True)(function))
+            return cast(_F, numba.njit(cache=True, **options)(function))
         except RuntimeError:  # no place to keep the code: each process compiles anew
-            return cast(_F, numba.njit(nogil=True, fastmath=set(fast))(function))
+            return cast(_F, numba.njit(**options)(function))
 
     return compiled
 

@@ -254,7 +254,7 @@ def best_tie(
             at = offset[stage] + start - low[stage]
             if came[at] < 0:
                 continue
-            stop = 0
+            stop = start
             for d in range(kinds):
                 stops[d] = farthest(sums, start, speeds[stage], sends[stage, d], limit, last)
                 stop = max(stop, stops[d])
