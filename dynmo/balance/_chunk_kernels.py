@@ -139,7 +139,7 @@ def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[flo
     stop = np.zeros(stages + 1, np.int64)
     took = np.zeros(stages, np.int64)
     took_bytes = np.zeros(stages, np.int64)
-    s = stop[0]  # after a literal 0, numba would compile `need` a second time
+    s = int(stop[0])  # after a literal 0, numba would compile `need` a second time
     while s >= 0:
         nodes -= 1
         if nodes < 0:
