@@ -13,21 +13,10 @@ import numpy as np
 from numba import njit
 
 from dynmo.jit import jit_as
-from dynmo.schedule.automatic.case import CASE, NEVER, Case
+from dynmo.schedule.automatic.case import CASE, NEVER, Case, arrival_of
 
 _TABLE = "float64[:, ::1]"
 _ORDER = "int32[:, ::1]"
-
-
-@njit(inline="always")
-def _arrival(before, lag, delay, end, lane, j):
-    """Return when op j of a lane has all that it waits for."""
-    at = 0.0
-    for k in range(before.shape[1]):
-        needed, which = before[lane, k], j - lag[lane, k]
-        if needed >= 0 and which >= 0:
-            at = max(at, end[needed, which] + delay[lane, k])
-    return at
 
 
 # -- repeating blocks ------------------------------------------------------------------------------
@@ -169,7 +158,7 @@ def play(case, order, share, patient, latest, end, path, ops):
             if done[r] < total[r]:
                 due = order[r, done[r]]
                 if arrival[r] >= NEVER:
-                    arrival[r] = _arrival(before, lag, delay, end, due, count[due])
+                    arrival[r] = arrival_of(before, lag, delay, end, due, count[due])
                 there = arrival[r]
                 if due < n and live[r] + hold[due] > limit:
                     if idle < 0:
@@ -327,7 +316,7 @@ def _run(case, forwards, keys, fill, ahead, clock, start, order):
     arrival = np.full(3 * n, NEVER)  # of each lane's next op
     for lane in range(3 * n):
         if lane < n or lane % n >= frozen:
-            arrival[lane] = _arrival(before, lag, delay, end, lane, 0)
+            arrival[lane] = arrival_of(before, lag, delay, end, lane, 0)
     change, live = case.change, np.zeros(p)
     placed, wake = np.zeros(p, np.int64), clock[0].copy()
     free = clock[1]
@@ -377,11 +366,11 @@ def _run(case, forwards, keys, fill, ahead, clock, start, order):
         end[lane, j] = free[r] = wake[r] = t + took[lane]
         order[r, placed[r]] = lane
         placed[r] += 1
-        arrival[lane] = _arrival(before, lag, delay, end, lane, j + 1) if j + 1 < m else NEVER
+        arrival[lane] = arrival_of(before, lag, delay, end, lane, j + 1) if j + 1 < m else NEVER
         for k in range(after.shape[1]):
             each = after[lane, k]
             if each >= 0 and count[each] == j + after_lag[lane, k] and count[each] < m:
-                arrival[each] = _arrival(before, lag, delay, end, each, count[each])
+                arrival[each] = arrival_of(before, lag, delay, end, each, count[each])
                 other = rank_of[each % n]
                 wake[other] = min(wake[other], max(free[other], arrival[each]))
     if case.whole:

@@ -4,6 +4,10 @@ A search writes an order of lanes (see `graph`) for each rank. A lane's microbat
 so a row of lanes tells the ops.
 """
 
+# numba has no types of its own, so what it compiles is untyped to pyright.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownParameterType=false, reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
@@ -116,6 +121,17 @@ def make_case(
     )
 
 
+@njit(inline="always")
+def arrival_of(before, lag, delay, end, lane, j):
+    """Return when op j of a lane has all that it waits for."""
+    at = 0.0
+    for k in range(before.shape[1]):
+        needed, which = before[lane, k], j - lag[lane, k]
+        if needed >= 0 and which >= 0:
+            at = max(at, end[needed, which] + delay[lane, k])
+    return at
+
+
 # Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
 _new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
 
@@ -128,10 +144,8 @@ def schedule_of(name: str, case: Case, order: NDArray[np.int32]) -> Schedule:
         own = case.held[case.first[rank] : case.first[rank + 1]].tolist()
         row = order[rank, : case.m * sum(3 if stage >= case.frozen else 1 for stage in own)]
         index = np.empty(len(row), np.int64)
-        for lane in (k * n + stage for k in range(3) for stage in own):
-            at = row == lane
-            index[at] = np.arange(np.count_nonzero(at))
-        lanes = cast("list[int]", row.tolist())
-        of_lane = [kinds[lane // n] for lane in lanes], [lane % n for lane in lanes]
-        rows.append(tuple(map(_new_op, zip(*of_lane, index.tolist(), strict=True))))
+        index[np.argsort(row, kind="stable")] = np.arange(len(row)) % case.m
+        of_kind = [kinds[kind] for kind in cast("list[int]", (row // n).tolist())]
+        numbers = zip(of_kind, (row % n).tolist(), index.tolist(), strict=True)
+        rows.append(tuple(map(_new_op, numbers)))
     return Schedule(name, case.m, tuple(case.rank_of.tolist()), tuple(rows), case.frozen)

@@ -8,8 +8,6 @@ its policy prefers among the ops that have arrived and fit its memory:
     prefer  B, F, or the two in turn, if both could run
     wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap
             without end is always filled
-    save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their
-            memory
 
 An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in
 turn. Ranks therefore never wait for memory in a circle. Every case in which one microbatch fits
@@ -24,13 +22,10 @@ budget is in steps, never in time, so every rank that runs it finds the same sch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import repeat
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
@@ -40,14 +35,13 @@ from dynmo.schedule.automatic._zero_bubble_loops import (
     F_FIRST,
     IN_TURN,
     SHARE_OF_WAY,
-    UNLIMITED,
-    Problem,
     polish,
     search,
 )
+from dynmo.schedule.automatic.case import make_case, schedule_of
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import check_numbers
-from dynmo.schedule.op import Kind, Op, Schedule
+from dynmo.schedule.op import Schedule
 
 NAME = "zb-auto"
 
@@ -66,7 +60,6 @@ class Start(NamedTuple):
     more: int
     wait: int
     prefer: int
-    save: int = UNLIMITED
 
 
 # Each is the one that did best together with those before it on random uneven costs.
@@ -76,19 +69,15 @@ _STARTS = (
     Start(BY_HAND, 2, 0, 0, F_FIRST),
     Start(BY_HAND, 1, 0, 4, F_FIRST),
     Start(SHARE_OF_WAY, 100, 0, 1, IN_TURN),
-    Start(BY_HAND, 1, 0, 4, IN_TURN, save=2),
+    Start(BY_HAND, 1, 0, 4, IN_TURN),
     Start(SHARE_OF_WAY, 100, 1, 3, B_FIRST),
-    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST, save=1),
-    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST, save=2),
+    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST),
+    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST),
     Start(SHARE_OF_WAY, 110, 0, 0, IN_TURN),
     Start(SHARE_OF_WAY, 103, 0, 0, F_FIRST),
     Start(SHARE_OF_WAY, 100, 2, 2, B_FIRST),
     Start(SHARE_OF_WAY, 70, 4, 1, B_FIRST),
 )
-
-# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
-_new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
-_KINDS = (Kind.F, Kind.B, Kind.W)
 
 # A peak is a running sum. It may lie a rounding error above the activations that it stands for.
 # This is half of the share that is allowed for it.
@@ -113,35 +102,30 @@ def automatic(
     """
     p, m = len(costs.stages), microbatches
     check_numbers(NAME, p, m, p, first_trainable)
-    problem, unit = _problem(costs, m, _limits(costs, caps, first_trainable), first_trainable)
-    goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
-    order = np.zeros((p, 3 * m), np.int8)
-    budget, polish_budget = _budget(p, m)
-    spans, starts = objective is Objective.SPAN, np.array(_STARTS, np.int64)
-    best, _ = search(tuple(problem), spans, goal, budget, starts, order)
-    if best > goal:
-        polish(tuple(problem), goal, polish_budget, order)
-    rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
-    return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
-
-
-def _problem(
-    costs: Costs, microbatches: int, limits: NDArray[np.float64], first_trainable: int
-) -> tuple[Problem, float]:
-    """Make the arrays of the search, and return the unit of their times, too."""
-    stages, p = costs.stages, len(costs.stages)
-    frozen = np.arange(p) < first_trainable
-    f, b, w = (_array(getattr(stage, field) for stage in stages) for field in ("f", "b", "w"))
-    b[frozen] = w[frozen] = 0.0
-    link = _array((*costs.links, 0.0))
+    limits = _limits(costs, caps, first_trainable)
+    case = make_case(costs, m, range(p), limits, first_trainable, objective)
     # Sizes near the largest number would overflow. A power of two changes no digit.
-    _, exponent = math.frexp(max(1e-300, *f, *b, *w, *link))
+    _, exponent = math.frexp(max(1e-300, case.took.max(), case.delay.max()))
     unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
-    mem_f = _array(stage.mem_f for stage in stages)
-    stash = _array(stage.mem_f + stage.mem_b for stage in stages)
-    times = np.array([x * unit for x in (f, b, w, link)])
-    lead = np.zeros(p)
-    return Problem(microbatches, times, first_trainable, p, lead, mem_f, stash, limits), unit
+    memory = np.array([(stage.mem_f, stage.mem_f + stage.mem_b) for stage in costs.stages])
+    case = case._replace(
+        took=case.took * unit,
+        delay=case.delay * unit,
+        after_delay=case.after_delay * unit,
+        hold=memory[:, 0].astype(np.float64),
+        stash=memory[:, 1].astype(np.float64),
+    )
+    goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
+    budget, polish_budget = _budget(p, m)
+    # The time from which each rank's time counts.
+    way = np.cumsum(case.took[: p - 1] + case.delay[1:p, 0])
+    lead = np.concatenate([[0.0], way]) * (objective is Objective.SPAN)
+    order, starts = np.zeros((p, 3 * m), np.int8), np.array(_STARTS, np.int64)
+    best, _ = search(tuple(case), lead, goal, budget, starts, order)
+    if best > goal:
+        polish(tuple(case), lead, goal, polish_budget, order)
+    lanes = order.astype(np.int32) * p + np.arange(p, dtype=np.int32)[:, None]
+    return schedule_of(NAME, case, lanes)
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
@@ -155,12 +139,10 @@ def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
     return int(110_000 * share), int(80_000 * share)
 
 
-def _limits(
-    costs: Costs, caps: Sequence[float] | None, first_trainable: int
-) -> NDArray[np.float64]:
+def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> list[float] | None:
     p = len(costs.stages)
     if caps is None:
-        return np.full(p, 1e300)
+        return None
     if len(caps) != p:
         raise ScheduleError(
             f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)"
@@ -173,17 +155,4 @@ def _limits(
                 f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "
                 f"{cap:.10g}; a limit of {need:.10g} would fit"
             )
-    return np.minimum(np.array(caps, np.float64) * (1 + _ROUNDING), 1e300)
-
-
-def _array(values: Iterable[float]) -> NDArray[np.float64]:
-    return np.fromiter(values, np.float64)
-
-
-def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) -> tuple[Op, ...]:
-    order = order[: microbatches if frozen else 3 * microbatches]
-    index = np.empty(len(order), np.int64)
-    for code in range(3):
-        index[order == code] = np.arange(np.count_nonzero(order == code))
-    kinds = [_KINDS[code] for code in cast("list[int]", order.tolist())]
-    return tuple(map(_new_op, zip(kinds, repeat(rank), index.tolist(), strict=False)))
+    return [cap * (1 + _ROUNDING) for cap in caps]

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.jit import jit_as
-from dynmo.schedule.automatic._zero_bubble_loops import Problem, polish, search
+from dynmo.schedule.automatic._zero_bubble_loops import polish, search
+from dynmo.schedule.automatic.case import make_case
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make_by_hand
@@ -232,13 +233,13 @@ def test_makespan_and_span_give_different_schedules() -> None:
 def test_search_stops_at_its_step_budget() -> None:
     rng = np.random.default_rng(0)
     p, m, budget = 6, 20, 30_000
-    times = np.array([rng.uniform(1, 2, p) for _ in range(4)])
-    order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2, 99]], np.int64)
-    one = np.ones(p)
-    problem = tuple(Problem(m, times, 0, p, np.zeros(p), one, one / 2, 7 * one))
-    _, spent = search(problem, True, 0.0, budget, starts, order)
+    stages = tuple(StageCost(*rng.uniform(1, 2, 3)) for _ in range(p))
+    costs = Costs(stages, tuple(rng.uniform(1, 2, p - 1)))
+    case = tuple(make_case(costs, m, range(p), [7.0] * p, 0, Objective.MAKESPAN))
+    order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2]], np.int64)
+    _, spent = search(case, np.zeros(p), 0.0, budget, starts, order)
     assert budget < spent <= budget + 5 * 3 * p * m
-    _, replayed = polish(problem, 0.0, budget, order)
+    _, replayed = polish(case, np.zeros(p), 0.0, budget, order)
     assert budget < replayed <= budget + 5 * 3 * p * m
 
 
