@@ -130,6 +130,7 @@ class _Search:
         layers = freeze(problem.layers, problem.first_trainable_layer)
         self.layers, self.links, self.memory = layers, problem.links, problem.memory
         self.stage_ranks, self.stages, self.ranks = stage_ranks, len(stage_ranks), ranks
+        self.rank_of = np.array(stage_ranks, np.int64)
         self.make, self.current = problem.make, problem.current
         self.objective = problem.objective
         self.rates = speeds
@@ -309,10 +310,10 @@ class _Search:
         if schedule is None:
             return math.inf
         self.budget -= len(schedule.order.rows)
-        ranks, at = np.array(self.stage_ranks, np.int64), np.array(bounds, np.int64)
+        at = np.array(bounds, np.int64)
         whole = self.objective is Objective.MAKESPAN
         given = self.works, self.sends, at, best, whole
-        return replay(schedule.order, schedule.graph, ranks, *given)
+        return replay(schedule.order, schedule.graph, self.rank_of, *given)
 
     # -- the descent -------------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class _Search:
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
         found = promising(
             np.zeros(4 * self.stages, np.int64) if schedule is None else schedule.order.counts,
-            np.array(self.stage_ranks, np.int64),
+            self.rank_of,
             self.works,
             np.array(bounds, np.int64),
             np.array(order, np.int64),
