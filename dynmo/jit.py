@@ -14,6 +14,23 @@ from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.caching import IndexDataCacheFile
+
+_load = IndexDataCacheFile._load_index
+
+
+def _load_index(self: IndexDataCacheFile) -> dict[Any, Any]:
+    """Takes an index of kept code that cannot be read as empty.
+
+    It is damaged, or it names a class as the argument of a loop that this version does not have.
+    """
+    try:
+        return _load(self)
+    except Exception:  # pickle raises any error
+        return {}
+
+
+IndexDataCacheFile._load_index = _load_index
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
