@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
-from dynmo.extend import ConfigError, GroupPlacement
+from dynmo.extend import GroupPlacement
 
 Holders = tuple[int, ...]
 """Ranks that hold one expert, ascending."""
@@ -53,30 +53,14 @@ def place_experts(
         current: The placement now.
         least_gain: `current` stays unless the largest load falls by more than this share.
 
-    Raises:
-        ConfigError: The experts do not fit the ranks, the counts are not one row for each rank,
-            or `current` is of another group.
-
     Example:
         >>> place_experts([[8, 1, 1, 2], [8, 1, 1, 2]], ranks=2, per_rank=3).holders
         ((0, 1), (0,), (0,), (1,))
     """
     enough = (1 + _NEAR) * load_bound(counts, ranks, per_rank)
-    experts = len(counts[0])
     anew = _from_scratch(counts, ranks, per_rank, enough)
     if current is None:
         return anew
-    if (current.groups, current.ranks) != (experts, ranks):
-        raise ConfigError(
-            f"a placement of {current.groups} experts on {current.ranks} ranks cannot go on "
-            f"with {experts} on {ranks}; begin anew"
-        )
-    for rank in range(ranks):
-        if len(current.held_by(rank)) > per_rank:
-            raise ConfigError(
-                f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; "
-                "begin anew"
-            )
     near = _improve(counts, current, per_rank, enough)
     largest, by_near, by_current = (max(loads_of(x, counts)) for x in (anew, near, current))
     share = 1 - least_gain
@@ -94,23 +78,13 @@ def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
     if the copies of an expert share its load evenly. The third is the tokens of one source for one
     expert. Without room for copies, the hottest expert with the coldest beside it bounds it too.
     """
-    experts = len(counts[0]) if counts else 0
-    _check(counts, ranks, per_rank, experts)
+    experts = len(counts[0])
     totals = _totals(counts)
     copies = _copies(totals, ranks, ranks * per_rank)
     hottest = max(total / count for total, count in zip(totals, copies, strict=True))
     if ranks * per_rank == experts:
         hottest += sum(sorted(totals)[: per_rank - 1])
     return max(sum(totals) / ranks, hottest, max(map(max, counts)))
-
-
-def _check(counts: Counts, ranks: int, per_rank: int, experts: int) -> None:
-    if not 1 <= experts <= ranks * per_rank:
-        raise ConfigError(
-            f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; "
-            "let each rank hold more"
-        )
-    check_counts(counts, ranks, experts)
 
 
 def _totals(counts: Counts) -> list[float]:
@@ -264,7 +238,6 @@ def loads_of(placement: GroupPlacement, counts: Counts) -> list[float]:
         >>> loads_of(GroupPlacement(((0, 1), (0,), (1,)), ranks=2), [[4, 2, 1], [4, 0, 3]])
         [6, 8]
     """
-    check_counts(counts, placement.ranks, placement.groups)
     loads: list[float] = [0] * placement.ranks
     for expert, (holders, tokens) in enumerate(
         zip(placement.holders, zip(*counts, strict=True), strict=True)
@@ -289,31 +262,7 @@ def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> 
 
 def expert_moves(old: GroupPlacement, new: GroupPlacement) -> tuple[tuple[int, int], ...]:
     """(expert, rank) for each expert that a rank holds only in the new placement."""
-    if (old.groups, old.ranks) != (new.groups, new.ranks):
-        raise ConfigError(
-            f"{old.groups} experts on {old.ranks} ranks cannot become {new.groups} on "
-            f"{new.ranks}; keep the experts and the ranks"
-        )
     pairs = enumerate(zip(old.holders, new.holders, strict=True))
     return tuple(
         (expert, rank) for expert, (before, after) in pairs for rank in after if rank not in before
     )
-
-
-def check_counts(counts: Counts, ranks: int, experts: int) -> None:
-    """Checks that there is one row for each rank with one count for each expert."""
-    if len(counts) != ranks:
-        raise ConfigError(
-            f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"
-        )
-    for source, row in enumerate(counts):
-        if len(row) != experts:
-            raise ConfigError(
-                f"rank {source} counts {len(row)} experts, but there are {experts}; "
-                "give one count per expert"
-            )
-        if min(row) < 0 or not sum(row) < float("inf"):
-            raise ConfigError(
-                f"a count of tokens of rank {source} is negative or not finite; "
-                "give counts of 0 or more"
-            )

@@ -106,23 +106,6 @@ def test_moves_list_the_experts_that_ranks_receive():
         (lambda: GroupPlacement(((0,), ()), 2), "group 1 is held by"),
         (lambda: GroupPlacement(((0, 2),), 2), "ascending ranks of 0..1"),
         (lambda: GroupPlacement(((1, 0),), 2), "ascending"),
-        (lambda: loads_of(even_placement(4, 2), [[1] * 4]), "1 sources for 2 ranks"),
-        (lambda: loads_of(even_placement(4, 2), [[1] * 4, [1] * 3]), "rank 1 counts 3 experts"),
-        (lambda: loads_of(even_placement(2, 2), [[1, 1], [1, -1]]), "negative or not finite"),
-        (lambda: place_experts([[1] * 5] * 2, 2, 2), "5 experts do not fit 2 ranks of 2"),
-        (lambda: place_experts([], 2, 2), "0 experts do not fit"),
-        (
-            lambda: place_experts([[1] * 4] * 2, 2, 2, even_placement(6, 2)),
-            "a placement of 6 experts on 2 ranks",
-        ),
-        (
-            lambda: place_experts([[1] * 2] * 2, 2, 1, GroupPlacement(((0, 1), (0,)), 2)),
-            "rank 0 holds 2 experts, more than 1",
-        ),
-        (
-            lambda: expert_moves(even_placement(4, 2), even_placement(4, 4)),
-            "keep the experts and the ranks",
-        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(make, message: str):
