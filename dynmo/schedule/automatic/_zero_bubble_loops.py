@@ -27,7 +27,8 @@ B_FIRST, F_FIRST, IN_TURN = 0, 1, 2
 SHARE_OF_WAY, BY_HAND = 0, 1
 
 # The rows of a policy.
-_WARM, _WAIT, _PREFER = 0, 1, 2
+_WARM, _WAIT, _PREFER, _SAVE = 0, 1, 2, 3
+UNLIMITED = 1 << 40
 
 _SEED = 88172645463325252
 
@@ -136,7 +137,7 @@ def _build(case, lead, policy, most, order, space):
             or policy[_PREFER, r] == F_FIRST
             or (policy[_PREFER, r] == IN_TURN and last[r] == BACKWARD)
         ):
-            kind = FORWARD
+            kind = WEIGHT if stashed >= policy[_SAVE, r] else FORWARD
         elif backward:
             kind = BACKWARD
         elif stashed > 0 and (
@@ -204,7 +205,7 @@ def _start(row, microbatches, way, room, policy):
         if style == SHARE_OF_WAY:
             warm = int(np.ceil(min(size * way[r] / 100, 1.0 * microbatches))) + more
         policy[_WARM, r] = min(max(1, warm), room[r])
-        policy[_WAIT, r], policy[_PREFER, r] = row[3], row[4]
+        policy[_WAIT, r], policy[_PREFER, r], policy[_SAVE, r] = row[3], row[4], row[5]
 
 
 @njit
@@ -223,6 +224,8 @@ def _vary(policy, frozen, room, state):
             policy[_WAIT, r] = by + by // 2
         elif what < 14:
             policy[_PREFER, r] = by % 3
+        elif what < 15:
+            policy[_SAVE, r] = UNLIMITED if by == 0 else 2 * by
         else:  # the warm-up of the whole pipeline upstream
             for q in range(frozen, r + 1):
                 policy[_WARM, q] = min(max(1, policy[_WARM, q] + (1 if by > 1 else -1)), room[q])
@@ -245,7 +248,7 @@ def search(case, lead, goal, budget, starts, best_order):
         np.empty(2 << int(np.ceil(np.log2(p))), np.int64),
     )
     order = np.zeros((p, 3 * m), np.int8)
-    policy, best_policy = np.empty((3, p), np.int64), np.empty((3, p), np.int64)
+    policy, best_policy = np.empty((4, p), np.int64), np.empty((4, p), np.int64)
     best, spent, turn, state = NEVER, 0, 0, np.uint64(_SEED)
     while best > goal and (spent < budget or best >= NEVER):
         if turn < starts.shape[0]:

@@ -8,6 +8,8 @@ its policy prefers among the ops that have arrived and fit its memory:
     prefer  B, F, or the two in turn, if both could run
     wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap
             without end is always filled
+    save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their
+            memory
 
 An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in
 turn. Ranks therefore never wait for memory in a circle. Every case in which one microbatch fits
@@ -35,6 +37,7 @@ from dynmo.schedule.automatic._zero_bubble_loops import (
     F_FIRST,
     IN_TURN,
     SHARE_OF_WAY,
+    UNLIMITED,
     polish,
     search,
 )
@@ -60,6 +63,7 @@ class Start(NamedTuple):
     more: int
     wait: int
     prefer: int
+    save: int = UNLIMITED
 
 
 # Each is the one that did best together with those before it on random uneven costs.
@@ -69,10 +73,10 @@ _STARTS = (
     Start(BY_HAND, 2, 0, 0, F_FIRST),
     Start(BY_HAND, 1, 0, 4, F_FIRST),
     Start(SHARE_OF_WAY, 100, 0, 1, IN_TURN),
-    Start(BY_HAND, 1, 0, 4, IN_TURN),
+    Start(BY_HAND, 1, 0, 4, IN_TURN, save=2),
     Start(SHARE_OF_WAY, 100, 1, 3, B_FIRST),
-    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST),
-    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST),
+    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST, save=1),
+    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST, save=2),
     Start(SHARE_OF_WAY, 110, 0, 0, IN_TURN),
     Start(SHARE_OF_WAY, 103, 0, 0, F_FIRST),
     Start(SHARE_OF_WAY, 100, 2, 2, B_FIRST),
