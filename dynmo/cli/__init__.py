@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = typer.main.get_command(application(*given))
     status = 0
     try:
+        command = typer.main.get_command(application(*given))
         try:
             # Not command.main(): it would print errors in boxes of its own.
             with command.make_context("dynmo", given) as context:

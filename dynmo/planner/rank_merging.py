@@ -1,7 +1,7 @@
 """Fewer ranks by a rule that merges neighbouring ranks by memory: DynMo's own, or the user's.
 
     8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
-    5 ranks   6 6 6 3 3
+    4 ranks   6 6 6 6
 
 It does not ask how long a step takes then, and never grows. `choose_ranks` is what dynmo does by
 itself.

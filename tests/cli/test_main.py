@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
 
 from dynmo import __version__
+from dynmo.cli import main
 from dynmo.errors import RunError
 from dynmo.schedule import generators
 from dynmo.schedule.catalogue import make_by_hand
@@ -97,3 +99,11 @@ def test_closed_output_pipe_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
+
+
+def test_an_interrupt_while_a_command_is_loaded_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dynmo.cli.import_module", Mock(side_effect=KeyboardInterrupt))
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "dynmo: interrupted\n"
