@@ -36,9 +36,9 @@ from benchmarks.cost_traces import (
     trace,
 )
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.cost.layer_cost import uniform_costs
-from dynmo.planner.stage_plan import roomy_caps
+from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.stage_plan import roomy_caps
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.simulator import simulate

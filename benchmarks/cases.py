@@ -70,8 +70,8 @@ from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
-from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.partition import Partition, uniform
 
 LEAST_IDEAL = 1.03
 COMPARED = ("uniform", "dynmo")  # the sides that are held against the simulator

@@ -18,13 +18,13 @@ from torch import nn
 from benchmarks.baselines.placements import balanced_bounds
 from benchmarks.cost_traces import best
 from benchmarks.harness import OPTIMIZER
-from dynmo.balance.partition import Partition, uniform
 from dynmo.cases.pruning.sparse_linear import linears
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.executor import SEND, WAIT

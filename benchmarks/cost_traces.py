@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from dynmo.balance.partition import Partition
-from dynmo.balance.schedule_aware import PlacementProblem, search
-from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
+from dynmo.plan.partition import Partition
+from dynmo.plan.schedule_aware import PlacementProblem, search
+from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.simulator import Timeline, simulate
 

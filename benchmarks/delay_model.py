@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.cost_traces import Layers, in_halves
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition, exact, uniform
-from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Op, Schedule, in_order
 from dynmo.schedule.simulator import duration

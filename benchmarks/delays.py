@@ -29,9 +29,9 @@ from benchmarks.delay_model import base_of, makespan, placements
 from benchmarks.delays_emulated import emulated_table
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.balance.partition import uniform
-from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.partition import uniform
+from dynmo.plan.stage_costs import by_name, pipeline_costs
 
 BLOCKS, RANKS = 48, 24
 FACTORS = (1, 2, 3, 4)

@@ -22,7 +22,7 @@ from benchmarks.cost_traces import trace
 from benchmarks.delay_model import base_of, drawn, makespan, placements
 from benchmarks.output import markdown
 from benchmarks.traces_emulated import in_turn, sleeping_pipeline
-from dynmo.balance.stage_costs import by_name, pipeline_costs
+from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Channel

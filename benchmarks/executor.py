@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from benchmarks.harness import alternate, medians, run_ranks, start_together
 from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, TorchPeer, emulated_peer
-from dynmo.balance.partition import exact, uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, split_costs, uniform_costs
 from dynmo.data.batches import Batches
@@ -43,6 +42,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import exact, uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -28,10 +28,10 @@ from benchmarks.finetune_torch import FUSED, Stages
 from benchmarks.harness import alternate, medians, run_ranks
 from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.torch_peer import PEERS, TorchPeer
-from dynmo.balance.partition import exact
 from dynmo.kernels import deferral
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.loss import causal_lm_loss
+from dynmo.plan.partition import exact
 from dynmo.runtime.comm.world import World
 
 BLOCKS, VOCABULARY = 6, 1024

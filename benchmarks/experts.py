@@ -47,13 +47,13 @@ from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, time
 from benchmarks.expert_loads import Counts, draw_counts
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import PUBLISHED
-from dynmo.balance.group_placement import (
+from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.models.group_placement import (
     GroupPlacement,
     even_placement,
 )
-from dynmo.balance.partition import Partition, moves, uniform
-from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.partition import Partition, moves, uniform
 
 STAGES, BLOCKS, SEQUENCE = 8, 32, 2048
 _counts = cache(draw_counts)

@@ -48,9 +48,9 @@ from benchmarks.harness import alternate, run_ranks
 from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.ragged import IGNORED, LENGTHS, Step, padded
 from benchmarks.torch_peer import GPIPE, PEERS
-from dynmo.balance.partition import uniform
 from dynmo.models.gpt import feed_forward_size
 from dynmo.models.loss import count_labels
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import chunks_of
 

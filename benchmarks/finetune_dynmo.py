@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.harness import start_together
 from benchmarks.ragged import Step
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.gathering import gather
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.planner.decisions import propose
+from dynmo.plan.decisions import propose
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT

@@ -23,10 +23,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from benchmarks.ragged import Step
 from benchmarks.torch_peer import PeerSchedule, TorchPeer
-from dynmo.balance.chunks import chunked
-from dynmo.balance.partition import Partition, exact
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
+from dynmo.plan.chunks import chunked
+from dynmo.plan.partition import Partition, exact
 from dynmo.runtime.comm.world import World
 
 FUSED = (Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B)

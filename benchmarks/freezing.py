@@ -18,15 +18,15 @@ import torch
 
 from benchmarks.harness import run_ranks
 from benchmarks.output import main
-from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.pipeline.actions import Actions
-from dynmo.planner.evaluate import PlanRequest
-from dynmo.planner.make_plan import make_plan
+from dynmo.plan.evaluate import PlanRequest
+from dynmo.plan.make_plan import make_plan
+from dynmo.plan.partition import Partition, exact, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -31,13 +31,13 @@ from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.balance.chunks import chunked, flow_bound
-from dynmo.balance.partition import exact, stage_loads, uniform
-from dynmo.balance.stage_costs import by_name, frozen_stages, pipeline_costs
 from dynmo.cost.profile_file import Profile
-from dynmo.planner.evaluate import Plan, PlanRequest
-from dynmo.planner.make_plan import make_plan
-from dynmo.planner.stage_plan import one_microbatch, roomy_caps, with_unit_memory
+from dynmo.plan.chunks import chunked, flow_bound
+from dynmo.plan.evaluate import Plan, PlanRequest
+from dynmo.plan.make_plan import make_plan
+from dynmo.plan.partition import exact, stage_loads, uniform
+from dynmo.plan.stage_costs import by_name, frozen_stages, pipeline_costs
+from dynmo.plan.stage_plan import one_microbatch, roomy_caps, with_unit_memory
 from dynmo.schedule.automatic.exact import exact as exact_schedule
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import v_stage_ranks

@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks.baselines.placements import in_order, published_diffusion
 from benchmarks.output import markdown
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.diffusion import diffuse
-from dynmo.balance.partition import Partition, exact, imbalance, stage_loads, uniform
-from dynmo.balance.stage_costs import by_name, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
+from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.diffusion import diffuse
+from dynmo.plan.partition import Partition, exact, imbalance, stage_loads, uniform
+from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.simulator import simulate
 
 LAYERS = (LayerCost(1.0, 1.0, 1.0, output_bytes=1),) * 24

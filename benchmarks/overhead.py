@@ -27,11 +27,11 @@ from typing import Any
 from benchmarks.cost_traces import HIDDEN, Layers, trace
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, run
-from dynmo.balance.layout import moves_between_ranks
 from dynmo.cases.freezing import Freezing
 from dynmo.cost.layer_cost import LinkCost
-from dynmo.planner.decisions import decide_move
-from dynmo.planner.workload import Replayer, Workload
+from dynmo.plan.decisions import decide_move
+from dynmo.plan.layout import moves_between_ranks
+from dynmo.plan.workload import Replayer, Workload
 from dynmo.runtime.comm.world import World
 
 CASES = ("freezing", "pruning", "early_exit")

@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import cache
 
 import dynmo
-from dynmo.balance.partition import uniform
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.planner.stage_plan import StageRequest
+from dynmo.plan.partition import uniform
+from dynmo.plan.stage_plan import StageRequest
 from dynmo.schedule.automatic.make import full_schedule
 
 HIDDEN, HEADS, SEQUENCE, MICROBATCH, VOCABULARY = 1024, 32, 2048, 2, 50257

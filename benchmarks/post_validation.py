@@ -34,9 +34,9 @@ import torch
 from benchmarks.harness import alternate, medians, run_ranks
 from benchmarks.output import main
 from benchmarks.published import table_5
-from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -46,12 +46,12 @@ from benchmarks.executor import timed
 from benchmarks.harness import alternate, run_ranks
 from benchmarks.output import main
 from benchmarks.torch_peer import TorchPeer
-from dynmo.balance.partition import exact, uniform
 from dynmo.config import parse
 from dynmo.models.gpt import feed_forward_size
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import exact, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

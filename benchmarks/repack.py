@@ -53,9 +53,9 @@ from benchmarks.cost_traces import Layers, best, dense, name_of, timeline, trace
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.repack_cases import MICROBATCHES, RANKS, ROUNDED, SHOWN
 from benchmarks.repack_search import search_placements
-from dynmo.balance.partition import Partition, uniform
-from dynmo.balance.repack import fewest_ranks
-from dynmo.planner.rank_merging import first_fit
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.rank_merging import first_fit
+from dynmo.plan.repack import fewest_ranks
 
 ROOM, SEQUENCE = 4, 2048
 CASES = ("pruning", "early_exit")

@@ -49,11 +49,11 @@ from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, best, dense, in_blocks, name_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import markdown
-from dynmo.balance.partition import Partition, exact, stage_loads, uniform
 from dynmo.cost.profile_file import Profile
-from dynmo.planner.mesh_plan import Mesh
-from dynmo.planner.mesh_search import MeshRequest
-from dynmo.planner.reshape import reshape
+from dynmo.plan.mesh_plan import Mesh
+from dynmo.plan.mesh_search import MeshRequest
+from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.reshape import reshape
 from dynmo.schedule.bounds import Objective
 
 CASES = (

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cost_traces import Layers, timeline
-from dynmo.balance.partition import Partition
 from dynmo.jit import jit
+from dynmo.plan.partition import Partition
 from dynmo.schedule.generators import zb_h1
 from dynmo.schedule.op import Kind, Schedule, in_order
 

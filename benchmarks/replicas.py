@@ -28,8 +28,8 @@ from torch import Tensor
 
 from benchmarks.harness import alternate, run_ranks
 from benchmarks.output import main
-from dynmo.balance.partition import uniform
 from dynmo.config import parse
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World

@@ -37,11 +37,11 @@ from benchmarks.cost_traces import (
     trace,
 )
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.cost.profile_file import Profile
-from dynmo.planner.mesh_plan import Mesh, MeshPlan
-from dynmo.planner.mesh_search import MeshRequest, search
-from dynmo.planner.reshape import reshape
+from dynmo.plan.mesh_plan import Mesh, MeshPlan
+from dynmo.plan.mesh_search import MeshRequest, search
+from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.reshape import reshape
 from dynmo.schedule.bounds import Objective
 
 CASES = (

@@ -43,8 +43,8 @@ from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import table_5
 from benchmarks.traces_emulated import emulated_table
-from dynmo.balance.partition import exact, uniform
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.plan.partition import exact, uniform
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.catalogue import make_by_hand
 from dynmo.schedule.simulator import simulate

@@ -16,10 +16,10 @@ import torch
 from benchmarks.cost_traces import Layers, best, dense, in_halves, name_of, timeline, trace
 from benchmarks.harness import medians
 from benchmarks.output import markdown
-from dynmo.balance.partition import Partition, uniform
-from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.stage_costs import pipeline_costs
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -24,14 +24,14 @@ from benchmarks.executor import timed
 from benchmarks.harness import alternate, medians, run_ranks
 from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.gathering import gather
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.planner.decisions import balance_request
+from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.decisions import balance_request
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

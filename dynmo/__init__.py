@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynmo import huggingface as huggingface
-    from dynmo.balance.options import Balance as Balance
-    from dynmo.balance.partition import Partition as Partition
     from dynmo.cases.early_exit import EarlyExit as EarlyExit
     from dynmo.cases.experts import Experts as Experts
     from dynmo.cases.freezing import Freezing as Freezing
@@ -53,19 +51,21 @@ if TYPE_CHECKING:
     from dynmo.pipeline.start import World as World
     from dynmo.pipeline.start import init as init
     from dynmo.pipeline.step_result import StepResult as StepResult
-    from dynmo.planner.options import Elastic as Elastic
+    from dynmo.plan.options import Balance as Balance
+    from dynmo.plan.options import Elastic as Elastic
+    from dynmo.plan.partition import Partition as Partition
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AdamW": "dynmo.pipeline.options",
-    "Balance": "dynmo.balance.options",
+    "Balance": "dynmo.plan.options",
     "Change": "dynmo.pipeline.case",
     "Csv": "dynmo.metrics",
     "Dynamism": "dynmo.pipeline.case",
     "DynmoError": "dynmo.errors",
     "EarlyExit": "dynmo.cases.early_exit",
-    "Elastic": "dynmo.planner.options",
+    "Elastic": "dynmo.plan.options",
     "Experts": "dynmo.cases.experts",
     "Forecast": "dynmo.cost.layer_cost",
     "Freezing": "dynmo.cases.freezing",
@@ -76,7 +76,7 @@ _HOMES = {
     "MixtureOfDepths": "dynmo.cases.mixture_of_depths",
     "Model": "dynmo.models.model",
     "ModelOptions": "dynmo.models.options",
-    "Partition": "dynmo.balance.partition",
+    "Partition": "dynmo.plan.partition",
     "Pipeline": "dynmo.pipeline.pipeline",
     "PipelineOptions": "dynmo.pipeline.options",
     "Pruning": "dynmo.cases.pruning",

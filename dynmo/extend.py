@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynmo.balance.group_placement import GroupPlacement as GroupPlacement
     from dynmo.errors import ConfigError as ConfigError
     from dynmo.jit import jit as jit
     from dynmo.kernels import tiled as tiled
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
     from dynmo.models import gpt as gpt
+    from dynmo.models.group_placement import GroupPlacement as GroupPlacement
     from dynmo.options import Bytes as Bytes
     from dynmo.options import Count as Count
     from dynmo.options import Listed as Listed
@@ -43,7 +43,7 @@ _HOMES = {
     "CountingCase": "dynmo.pipeline.counts",
     "Counts": "dynmo.pipeline.counts",
     "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
-    "GroupPlacement": "dynmo.balance.group_placement",
+    "GroupPlacement": "dynmo.models.group_placement",
     "GroupedLinear": "dynmo.kernels.grouped_linear",
     "Listed": "dynmo.options",
     "PackedWeight": "dynmo.kernels.packed_weight",

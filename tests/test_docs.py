@@ -166,7 +166,7 @@ def test_engine_joins_the_listed_objects() -> None:
         if isinstance(call.func, ast.Name)
         and re.fullmatch(r"[A-Z]\w*(?<!Options)(?<!Parts)", call.func.id)
     ]
-    assert listed[0] == ["Layout", "balance"]
+    assert listed[0] == ["Layout", "plan"]
     assert listed[1:] == [[name, "/".join(home[name])] for name in dict.fromkeys(constructed)]
 
 

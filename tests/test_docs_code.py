@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.balance import balancers
-from dynmo.balance.balancers import BalanceRequest
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, uniform_costs
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
+from dynmo.plan import balancers
+from dynmo.plan.balancers import BalanceRequest
+from dynmo.plan.partition import Partition
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule import generators
 from dynmo.schedule.op import validate
@@ -337,7 +337,7 @@ def test_contributed_schedule_is_valid() -> None:
 def test_contributed_balancer_balances() -> None:
     frozen, trained = LayerCost(1.0, 0.0, 0.0), LayerCost(1.0, 1.0, 1.0)
     request = BalanceRequest((frozen,) * 3 + (trained,) * 3, Partition((1, 5)))
-    names = contributed(balancers, "balance/balancers.py")
+    names = contributed(balancers, "plan/balancers.py")
     assert names["_greedy"](request).counts == (4, 2)
 
 

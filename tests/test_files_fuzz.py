@@ -22,7 +22,7 @@ from dynmo.data.samples import Encoder
 from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
 from dynmo.models.huggingface.weight_files import stored_in
-from dynmo.planner import situation, workload_file
+from dynmo.plan import situation, workload_file
 
 
 def records(path: Path, kind: str) -> None:

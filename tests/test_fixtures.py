@@ -13,8 +13,8 @@ import torch
 
 from dynmo import Pipeline, init
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.planner.decisions import ask_again
-from dynmo.planner.situation import DecisionRecord
+from dynmo.plan.decisions import ask_again
+from dynmo.plan.situation import DecisionRecord
 from tests.cli.runs import Done, free_port
 from tests.combinations import mostly_matrix
 from tests.pool import Pool

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dynmo.balance.partition import uniform
 from dynmo.config import Config, parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.planner.recompute import recompute_as_workspace
+from dynmo.plan.partition import uniform
+from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynmo.balance.partition import Partition
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES, with_sections

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from benchmarks.replicas import could_hide
-from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

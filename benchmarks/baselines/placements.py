@@ -30,11 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from dynmo.balance.balancers import Balancer, BalanceRequest
-from dynmo.balance.blocks import blocks_of
-from dynmo.balance.diffusion import weight_sums
-from dynmo.balance.partition import Cost, Move, Partition, weigh
 from dynmo.errors import PartitionError
+from dynmo.plan.balancers import Balancer, BalanceRequest
+from dynmo.plan.blocks import blocks_of
+from dynmo.plan.diffusion import weight_sums
+from dynmo.plan.partition import Cost, Move, Partition, weigh
 
 TOLERANCE = 1e-3
 

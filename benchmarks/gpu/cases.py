@@ -33,11 +33,11 @@ import torch.distributed as dist
 
 from benchmarks.cases_race import model_for
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
-from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.case_registry import make_cases
+from dynmo.plan.partition import Partition, exact, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, synchronize
 from benchmarks.harness import run_ranks
-from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.planner.recompute import recompute_as_workspace
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -40,11 +40,11 @@ from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progre
 from benchmarks.harness import alternate, medians
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
-from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 from benchmarks.lemmas import bound
 from benchmarks.output import PICTURES, pyplot, save_picture
-from dynmo.balance.chains import Problem
-from dynmo.balance.diffusion import diffuse
-from dynmo.balance.partition import Partition, exact
-from dynmo.balance.stage_costs import by_name, pipeline_costs
-from dynmo.balance.trigger import worth_moving
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.chains import Problem
+from dynmo.plan.diffusion import diffuse
+from dynmo.plan.partition import Partition, exact
+from dynmo.plan.stage_costs import by_name, pipeline_costs
+from dynmo.plan.trigger import worth_moving
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Timeline, simulate
 

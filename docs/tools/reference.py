@@ -21,11 +21,11 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 import dynmo
-from dynmo.balance.balancers import BALANCERS
 from dynmo.cli import COMMANDS, application
 from dynmo.config import Config
 from dynmo.counterparts import COUNTERPARTS
 from dynmo.options import LARGEST, Options, section_in, value_text
+from dynmo.plan.balancers import BALANCERS
 from dynmo.schedule.catalogue import SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.mesh_plan import MeshPlan
-    from dynmo.planner.mesh_search import MeshRequest, MeshSearchResult
+    from dynmo.plan.mesh_plan import MeshPlan
+    from dynmo.plan.mesh_search import MeshRequest, MeshSearchResult
 
 
 def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
     """Returns the request of a mesh search."""
-    from dynmo.planner.mesh_search import MeshRequest
+    from dynmo.plan.mesh_search import MeshRequest
 
     assert options.gpus is not None
     assert options.global_batch is not None
@@ -101,7 +101,7 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
 
 def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
     """Searches a mesh and prints the result."""
-    from dynmo.planner.mesh_search import search
+    from dynmo.plan.mesh_search import search
 
     began = time.perf_counter()
     with waiting(as_json, "meshes ..."):

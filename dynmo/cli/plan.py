@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.alternatives import Alternative
-    from dynmo.planner.evaluate import Plan, PlanRequest
+    from dynmo.plan.alternatives import Alternative
+    from dynmo.plan.evaluate import Plan, PlanRequest
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -62,8 +62,8 @@ def plan(options: PlanOptions) -> None:
 
 def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     """Plans one pipeline of given ranks and microbatches, and prints the plan."""
-    from dynmo.planner.alternatives import plan_or_suggest
-    from dynmo.planner.evaluate import PlanRequest
+    from dynmo.plan.alternatives import plan_or_suggest
+    from dynmo.plan.evaluate import PlanRequest
 
     ranks, microbatches = options.pipeline(profile)
     request = PlanRequest(
@@ -81,7 +81,7 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     )
     began, shapes = time.perf_counter(), None
     if request.schedule == AUTO:
-        from dynmo.planner.shapes import choose_shape
+        from dynmo.plan.shapes import choose_shape
 
         choice = choose_shape(request)
         best, shapes = choice.plan, choice.shapes
@@ -105,7 +105,7 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
 
 
 def _other_choices(request: PlanRequest) -> Alternatives:
-    from dynmo.planner.alternatives import (
+    from dynmo.plan.alternatives import (
         other_balancers,
         other_microbatches,
         other_ranks,

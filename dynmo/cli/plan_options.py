@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynmo.balance.options import BALANCERS, OWN_BALANCER
 from dynmo.errors import InputError
+from dynmo.plan.options import BALANCERS, OWN_BALANCER
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.evaluate import Cost, RecomputeMode
+    from dynmo.plan.evaluate import Cost, RecomputeMode
     from dynmo.schedule.memory import Limit
 
 

@@ -12,7 +12,7 @@ from dynmo.errors import PartitionError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from dynmo.planner.evaluate import Plan
+    from dynmo.plan.evaluate import Plan
     from dynmo.schedule.memory import Limit
 
 _BAR = 60  # columns of the longest rank's bar
@@ -63,21 +63,21 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def _megatron(plan: Plan) -> dict[str, Any]:
-    from dynmo.planner.export import megatron_layout
+    from dynmo.plan.export import megatron_layout
 
     layout, rounded = megatron_layout(plan.request.profile.names, plan.partition)
     return {"pipeline_model_parallel_layout": layout, "rounded": rounded}
 
 
 def _torchtitan(plan: Plan) -> dict[str, Any]:
-    from dynmo.planner.export import torchtitan_modules
+    from dynmo.plan.export import torchtitan_modules
 
     modules, rounded = torchtitan_modules(plan.request.profile.names, plan.partition)
     return {"module_fqns_per_model_part": modules, "rounded": rounded}
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:
-    from dynmo.planner.export import deepspeed_parts
+    from dynmo.plan.export import deepspeed_parts
 
     return {"parts": deepspeed_parts(plan.partition)}
 

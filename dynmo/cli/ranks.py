@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.mesh_search import MeshRequest
-    from dynmo.planner.rank_options import RankRow, RankTable
-    from dynmo.planner.ranks_needed import RanksNeeded
+    from dynmo.plan.mesh_search import MeshRequest
+    from dynmo.plan.rank_options import RankRow, RankTable
+    from dynmo.plan.ranks_needed import RanksNeeded
 
 
 # -- a workload with changing costs ----------------------------------------------------------------
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
     """Prints how many ranks a workload needs, and when."""
-    from dynmo.planner.ranks_needed import ranks_needed
-    from dynmo.planner.workload_file import read
+    from dynmo.plan.ranks_needed import ranks_needed
+    from dynmo.plan.workload_file import read
 
     workload = read(path)
     began = time.perf_counter()
@@ -48,7 +48,7 @@ def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
 
 def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
     """Returns the key `ranks_needed`, if it was asked for."""
-    from dynmo.planner.ranks_needed import mean_ranks
+    from dynmo.plan.ranks_needed import mean_ranks
 
     if not needed:
         return {}
@@ -61,7 +61,7 @@ def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
     from rich.table import Table
 
     from dynmo.cli.console import console_for_tables
-    from dynmo.planner.ranks_needed import mean_ranks
+    from dynmo.plan.ranks_needed import mean_ranks
 
     table = Table()
     for heading in ("steps", "ranks", "s/step"):
@@ -107,8 +107,8 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
 
 def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
     """Returns a request with the ranks, replicas and batch of a run's folder."""
-    from dynmo.balance.meshes import accumulation_problem
     from dynmo.config import load
+    from dynmo.plan.meshes import accumulation_problem
 
     path = options.costs_path() / "config.toml"
     if not path.is_file() or options.microbatches is not None:
@@ -129,7 +129,7 @@ def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
 
 def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
     """Plans every number of ranks up to the request's, and prints the result."""
-    from dynmo.planner.rank_options import rank_table
+    from dynmo.plan.rank_options import rank_table
 
     began = time.perf_counter()
     with waiting(as_json, "ranks ..."):

@@ -21,7 +21,7 @@ from dynmo.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dynmo.planner.workload import ReplayResult, StepTime
+    from dynmo.plan.workload import ReplayResult, StepTime
 
 _ROWS, _COLUMNS = 12, 72
 
@@ -62,9 +62,9 @@ def simulate(options: SimulateOptions) -> None:
     if options.workload.suffix == ".jsonl":
         _replay_decisions(options.workload, options.as_json)
         return
-    from dynmo.planner.ranks_needed import ranks_needed
-    from dynmo.planner.workload import replay
-    from dynmo.planner.workload_file import read
+    from dynmo.plan.ranks_needed import ranks_needed
+    from dynmo.plan.workload import replay
+    from dynmo.plan.workload_file import read
 
     tolerance, plot = options.fewest_ranks, options.plot
     if tolerance is not None:
@@ -247,8 +247,8 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
     from rich.table import Table
 
     from dynmo.cli.console import console_for_tables
-    from dynmo.planner.decisions import ask_again
-    from dynmo.planner.situation import read_records
+    from dynmo.plan.decisions import ask_again
+    from dynmo.plan.situation import read_records
 
     rows = [(record, *ask_again(record)) for record in read_records(path)]
     if not rows:

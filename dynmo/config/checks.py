@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from dynmo.balance.meshes import nearest_divisors
 from dynmo.cases import CASES
 from dynmo.config.sections import Config
 from dynmo.pipeline.option_checks import problems
+from dynmo.plan.meshes import nearest_divisors
 
 Rule = Callable[[Config], Iterator[str]]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 import tomli_w
 from pydantic import AfterValidator, Field, create_model, model_serializer, model_validator
 
-from dynmo.balance.options import Balance
 from dynmo.cases import CASES
 from dynmo.data.options import DataOptions, SourceName
 from dynmo.models.options import ModelOptions
@@ -31,7 +30,7 @@ from dynmo.pipeline.options import (
     TrainingOptions,
     WorldOptions,
 )
-from dynmo.planner.options import Elastic
+from dynmo.plan.options import Balance, Elastic
 
 
 def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from dynmo.elastic.member import Member, count_text, describe
 from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
-from dynmo.planner.options import Elastic
+from dynmo.plan.options import Elastic
 from dynmo.runtime.comm.world import World
 
 # Seconds between two looks for join requests.

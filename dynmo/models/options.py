@@ -7,7 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from dynmo.balance.meshes import nearest_divisors
 from dynmo.options import (
     OWN,
     BelowOne,
@@ -19,6 +18,7 @@ from dynmo.options import (
     Whole,
     written,
 )
+from dynmo.plan.meshes import nearest_divisors
 
 OneTime: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Seconds: TypeAlias = OneTime | Listed[OneTime]

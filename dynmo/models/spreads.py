@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from dynmo.balance.group_placement import GroupPlacement
 from dynmo.kernels.row_exchange import RowExchange
+from dynmo.models.group_placement import GroupPlacement
 
 
 @runtime_checkable

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dynmo.balance.group_placement import GroupPlacement
-from dynmo.balance.partition import Partition
+from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions, NextMesh
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import restore_state
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
@@ -24,8 +24,8 @@ from dynmo.schedule.catalogue import AUTO, SHAPES
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
-    from dynmo.balance.layout import RecomputeRule
     from dynmo.elastic.grant import Grant
+    from dynmo.plan.layout import RecomputeRule
     from dynmo.runtime.engine.options import Shapes
 
 

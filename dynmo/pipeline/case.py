@@ -26,9 +26,9 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from dynmo.balance.group_placement import GroupPlacement
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError, RunError
+from dynmo.models.group_placement import GroupPlacement
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from dynmo.balance.group_placement import GroupPlacement
 from dynmo.errors import ConfigError
+from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.model import defined_in
 from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.table import Table
 
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
@@ -23,9 +22,10 @@ from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import check_own_rules, first_partition
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
-from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
-from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.planner.stage_plan import plan_stages
+from dynmo.plan.mesh_search import MeshRequest, NoMeshFitsError, search
+from dynmo.plan.partition import Partition
+from dynmo.plan.recompute import recompute_as_workspace
+from dynmo.plan.stage_plan import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import AUTO, SHAPES

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dynmo.balance.repack import kept_ranks
 from dynmo.elastic.grant import Grant, cost_records
 from dynmo.elastic.launch_folder import tell_launcher
 from dynmo.elastic.member import Member, count_text, describe, member_from, member_text, own_member
@@ -30,6 +29,7 @@ from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.plan.repack import kept_ranks
 from dynmo.runtime.comm.store import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

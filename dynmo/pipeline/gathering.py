@@ -8,8 +8,8 @@ from typing import Any
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.planner.mesh_plan import Mesh
-from dynmo.planner.situation import Situation, with_all_shares
+from dynmo.plan.mesh_plan import Mesh
+from dynmo.plan.situation import Situation, with_all_shares
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import AUTO, shapes_of

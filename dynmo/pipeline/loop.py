@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dynmo.balance.partition import Partition
 from dynmo.events import (
     ChangeEvent,
     Event,
@@ -29,6 +28,7 @@ from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import state_of
 from dynmo.pipeline.step_result import StepResult
+from dynmo.plan.partition import Partition
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord

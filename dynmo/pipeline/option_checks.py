@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dynmo.balance.meshes import accumulation_problem, divisors
 from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
 from dynmo.options import LARGEST
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.plan.meshes import accumulation_problem, divisors
 from dynmo.schedule.catalogue import AUTO, check_microbatches, chunks_of
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from dynmo.balance.meshes import MeshRule
-from dynmo.balance.options import Balance
 from dynmo.models.options import ModelOptions
 from dynmo.options import (
     LARGEST,
@@ -29,7 +27,8 @@ from dynmo.options import (
     written,
 )
 from dynmo.pipeline.case_options import CaseOptions, RunFacts
-from dynmo.planner.options import Elastic
+from dynmo.plan.meshes import MeshRule
+from dynmo.plan.options import Balance, Elastic
 from dynmo.schedule.catalogue import AUTO, ScheduleName, chunks_of, shapes_of
 
 

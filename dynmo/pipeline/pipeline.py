@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.options import Balance, BalancerName
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.counterparts import names_checked
 from dynmo.errors import ConfigError, InputError, RunError
@@ -67,7 +65,8 @@ from dynmo.pipeline.start import World
 from dynmo.pipeline.step_result import StepResult
 from dynmo.pipeline.torch_modes import in_own_modes
 from dynmo.pipeline.whole_model import WholeModel
-from dynmo.planner.options import Elastic
+from dynmo.plan.options import Balance, BalancerName, Elastic
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
     from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
-    from dynmo.planner.situation import DecisionRecord
+    from dynmo.plan.situation import DecisionRecord
 
 _logger = logging.getLogger(__name__)
 _DEFAULT = PipelineOptions(microbatches=1)

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from dynmo.balance.partition import Partition, uniform
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import AUTO, chunks_of, shapes_of
 from dynmo.schedule.memory import Limit
@@ -71,11 +71,11 @@ def first_shape(
 def check_own_rules(options: PipelineOptions) -> None:
     """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
     if options.balance.balancer.startswith("python:"):
-        from dynmo.balance.balancers import balancer
+        from dynmo.plan.balancers import balancer
 
         balancer(options.balance.balancer)
     if options.elastic.algorithm != "fewest":
-        from dynmo.planner.rank_merging import find_rule
+        from dynmo.plan.rank_merging import find_rule
 
         find_rule(options.elastic.algorithm)
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynmo.balance.partition import Partition
-from dynmo.balance.trigger import RebalanceWatch
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import (
@@ -27,13 +25,15 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.plan.partition import Partition
+from dynmo.plan.trigger import RebalanceWatch
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
-    from dynmo.planner.decisions import MeshChoice, MoveChoice, RankWish
-    from dynmo.planner.situation import DecisionRecord, Kind, Situation
+    from dynmo.plan.decisions import MeshChoice, MoveChoice, RankWish
+    from dynmo.plan.situation import DecisionRecord, Kind, Situation
 
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
@@ -180,7 +180,7 @@ class Rebalancer:
         return situation
 
     def _record(self, kind: Kind, situation: Situation, answer: dict[str, Any]) -> None:
-        from dynmo.planner.situation import DecisionRecord
+        from dynmo.plan.situation import DecisionRecord
 
         self.records.append(DecisionRecord(kind, situation, answer))
 
@@ -201,7 +201,7 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
-        from dynmo.planner.decisions import decide_mesh
+        from dynmo.plan.decisions import decide_mesh
 
         situation, start = self.situation(step), time.perf_counter()
         choice: MeshChoice = decide_mesh(situation)
@@ -237,7 +237,7 @@ class Rebalancer:
 
     def ranks(self, situation: Situation) -> RankWish:
         """Asks for the number of ranks on which the run should go on."""
-        from dynmo.planner.decisions import decide_ranks
+        from dynmo.plan.decisions import decide_ranks
 
         start = time.perf_counter()
         wish = decide_ranks(situation)
@@ -278,7 +278,7 @@ class Rebalancer:
         It decides first on the placement, then on the schedule. The ranks compare their decision
         before layers move or stay.
         """
-        from dynmo.planner.decisions import decide_schedule, move_answer, schedule_answer
+        from dynmo.plan.decisions import decide_schedule, move_answer, schedule_answer
 
         if self._watch is not None:
             self._watch.decided()
@@ -312,7 +312,7 @@ class Rebalancer:
 
     def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
         """Returns the possible move, and an event if there is no placement for the first time."""
-        from dynmo.planner.decisions import decide_move
+        from dynmo.plan.decisions import decide_move
 
         try:
             choice = decide_move(situation)

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.layout import RecomputeRule
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
@@ -27,8 +25,10 @@ from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
-from dynmo.planner.stage_plan import StageRequest
+from dynmo.plan.layout import RecomputeRule
+from dynmo.plan.partition import Partition
+from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
+from dynmo.plan.stage_plan import StageRequest
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynmo.balance.partition import imbalance
+from dynmo.plan.partition import imbalance
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,9 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, RunError
 from dynmo.kernels.packed_weight import PackedWeight
+from dynmo.plan.partition import Move
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World

@@ -14,8 +14,8 @@ from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
 from dynmo.files import LineLog, write_whole
 from dynmo.metrics import open_sink
-from dynmo.planner import situation
-from dynmo.planner.situation import DecisionRecord, Kind
+from dynmo.plan import situation
+from dynmo.plan.situation import DecisionRecord, Kind
 
 _logger = logging.getLogger(__name__)
 

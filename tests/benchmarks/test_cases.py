@@ -24,9 +24,9 @@ from benchmarks.cases_race import (
 )
 from benchmarks.cost_traces import timeline
 from benchmarks.published import PUBLISHED
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.partition import Partition
 
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
 

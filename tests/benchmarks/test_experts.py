@@ -6,7 +6,7 @@ from statistics import fmean
 
 from benchmarks.expert_loads import EXPERTS, REPLICAS, TOKENS, TOP_K, draw_counts
 from benchmarks.experts import busiest, row
-from dynmo.balance.group_placement import even_placement
+from dynmo.models.group_placement import even_placement
 
 
 def test_counts_follow_the_skew() -> None:

@@ -14,8 +14,8 @@ from benchmarks.cost_traces import Layers, best, dense, timeline, trace
 from benchmarks.repack import MICROBATCHES, least_seconds
 from benchmarks.repack_cases import FROZEN, halved, share_of, sleep
 from benchmarks.repack_search import search_placements, window_seconds
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.partition import Partition
 
 Times = list[tuple[float, float, float]]
 COSTS = st.lists(st.tuples(*[st.floats(0.1, 4)] * 3), min_size=4, max_size=9)

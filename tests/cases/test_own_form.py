@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.balance.partition import Move
 from dynmo.cases.pruning.sparse_linear import SparseLinear
 from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels import packed_weight
+from dynmo.plan.partition import Move
 from dynmo.runtime.state.migration import pack, unpack
 from tests.cli.runs import free_port
 from tests.pool import Pool

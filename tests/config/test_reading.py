@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dynmo.balance.options import Balance
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
 from dynmo.models.options import ModelOptions
 from dynmo.options import parse_bytes, value_text
+from dynmo.plan.options import Balance
 from tests.config.refusal import refusal
 
 

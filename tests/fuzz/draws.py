@@ -12,8 +12,8 @@ from math import gcd
 from random import Random
 from typing import Any
 
-from dynmo.balance.options import BALANCERS
 from dynmo.models.gpt import feed_forward_size
+from dynmo.plan.options import BALANCERS
 from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of
 from tests.equality import RANDOM_MOVES
 from tests.fuzz.layers import LAYERS, VOCAB, can_prune

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.options import BALANCERS
 from dynmo.cases import CASES
 from dynmo.config import load, parse
+from dynmo.plan.options import BALANCERS
 from dynmo.schedule.catalogue import AUTO, SCHEDULES
 from tests import digests
 from tests.combinations import mostly_matrix

@@ -8,13 +8,13 @@ from itertools import cycle
 from typing import Any
 from unittest import mock
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import NoRoomError, RunError
 from dynmo.events import Event, to_json
 from dynmo.pipeline import loop
 from dynmo.pipeline.case import Change, Dynamism, Layers
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.state import migration

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
-from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import CheckpointError
 from dynmo.models.model import Model
 from dynmo.pipeline.whole_model import WholeModel
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.emulated import make_layers
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model, from_factories
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions

@@ -9,10 +9,10 @@ from types import ModuleType
 
 from numba.core.dispatcher import Dispatcher
 
-from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
 from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
+from dynmo.plan import _chunk_kernels, _kernels, _replay, chains, chunks
 from dynmo.schedule import graph
 from dynmo.train.compile_ahead import prepare
 

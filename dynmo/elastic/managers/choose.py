@@ -10,7 +10,7 @@ from dynmo.elastic.manager import Manager
 from dynmo.elastic.managers.command import CommandManager
 from dynmo.elastic.managers.kubernetes import KubernetesManager
 from dynmo.elastic.managers.launcher import LauncherManager
-from dynmo.planner.options import Elastic
+from dynmo.plan.options import Elastic
 
 
 def make_manager(elastic: Elastic, environ: Mapping[str, str] = os.environ) -> Manager | None:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.models.loss import joined
 from dynmo.models.model import Model
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.error_text import clear_frames
 from dynmo.runtime.comm.process_mesh import FirstReplica

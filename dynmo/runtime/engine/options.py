@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from dynmo.balance.layout import Layouts, RecomputeRule
-from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError
+from dynmo.plan.layout import Layouts, RecomputeRule
+from dynmo.plan.partition import Partition
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, Settings
 from dynmo.schedule.memory import Limit

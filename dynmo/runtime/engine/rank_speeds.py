@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 
-from dynmo.balance.speeds import Sample, Speeds, estimate_speeds
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.speeds import Sample, Speeds, estimate_speeds
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.state.layer_store import LayerStore
 

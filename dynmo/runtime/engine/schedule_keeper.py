@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dynmo.balance.partition import Partition
-from dynmo.balance.speeds import Speeds
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.errors import InputError
-from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.planner.situation import links_behind
-from dynmo.planner.stage_plan import (
+from dynmo.plan.partition import Partition
+from dynmo.plan.recompute import recompute_as_workspace
+from dynmo.plan.situation import links_behind
+from dynmo.plan.speeds import Speeds
+from dynmo.plan.stage_plan import (
     StagePlan,
     StageRequest,
     inherent_idle,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dynmo.balance.group_placement import GroupPlacement
 from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.models.group_placement import GroupPlacement
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.sharers import Sharers
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.packed_weight import conform, forms_of
+from dynmo.plan.partition import Move
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import (
     DTYPES,

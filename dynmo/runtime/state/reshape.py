@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynmo.balance.partition import Move, Partition
+from dynmo.plan.partition import Move, Partition
 
 Holders = tuple[tuple[int, ...], ...]
 """Global ranks that hold each layer."""

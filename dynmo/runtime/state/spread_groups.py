@@ -17,9 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.group_placement import GroupPlacement, even_placement
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.models.group_placement import GroupPlacement, even_placement
 from dynmo.models.spreads import Spreads
 from dynmo.runtime.comm.sharers import Sharers
 from dynmo.runtime.comm.world import World

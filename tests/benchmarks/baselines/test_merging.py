@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines.merging import best_fit, halving, round_robin
 from benchmarks.repack import BASELINES
-from dynmo.balance.partition import Partition, uniform
-from dynmo.planner.rank_merging import first_fit
-from tests.balance.test_repack import LOADS
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.rank_merging import first_fit
+from tests.plan.test_repack import LOADS
 
 
 @given(LOADS, st.integers(1, 60), st.data(), st.sampled_from(sorted(BASELINES)))

@@ -20,12 +20,12 @@ from benchmarks.baselines.placements import (
     type_bounds,
     uniform_bounds,
 )
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from tests.balance.test_balancers import REQUEST, limited
-from tests.balance.test_diffusion import cases, many
+from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.partition import Partition, exact, stage_loads
+from tests.plan.test_balancers import REQUEST, limited
+from tests.plan.test_diffusion import cases, many
 
 NAMES = (
     "embedding",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance.group_placement import GroupPlacement, Holders, even_placement
 from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
 from dynmo.errors import InputError
+from dynmo.models.group_placement import GroupPlacement, Holders, even_placement
 
 many = settings(derandomize=True)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo.balance.partition import Partition, uniform
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch

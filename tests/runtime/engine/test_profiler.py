@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo.balance.partition import Partition
 from dynmo.cases.pruning.crossover import make_pruned
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import HostClock, Mark
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

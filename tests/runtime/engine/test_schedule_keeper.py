@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.errors import ScheduleError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.planner.recompute import recompute_as_workspace
+from dynmo.plan.partition import uniform
+from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import schedule_keeper
 from dynmo.runtime.engine.engine import Engine

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.balance.meshes import accumulation_problem
 from dynmo.cost.layer_cost import most_pending_gradients
+from dynmo.plan.meshes import accumulation_problem
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree
 from dynmo.runtime.layer.split_backward import Layer

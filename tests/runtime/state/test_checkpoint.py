@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.saving import restore_layer
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Move, Partition, moves, uniform
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
+from dynmo.plan.partition import Move, Partition, moves, uniform
 from dynmo.runtime.comm.headers import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.balance.group_placement import GroupPlacement, even_placement
 from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.models.group_placement import GroupPlacement, even_placement
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.process_mesh import arrange

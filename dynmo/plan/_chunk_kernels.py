@@ -1,0 +1,347 @@
+"""Compiled inner loops of `chunks`: several stages per rank.
+
+Loads are int64. Times are floats: load / speed.
+
+These arguments are the same everywhere:
+
+    problem  the layers, stages and ranks, seven arrays:
+        sums     prefix sums of the weights
+        rank_of  the rank of each stage
+        speeds   one per rank
+        held     prefix sums of static, activation and stash bytes: [3, boundary]
+        pairs    resident microbatches of all stages, one pair (forward, stashed) per row
+        pair_at  where each stage's pairs begin
+        caps     bytes of each rank, for all of its stages together; empty: no limits
+    bounds   first layer of each stage, then the number of layers
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.jit import jit
+from dynmo.plan._kernels import Floats, Ints, need
+
+Bytes = NDArray[np.uint8]
+
+Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
+"""sums, rank_of, speeds, held, pairs, pair_at and caps."""
+
+Flow = tuple[int, float, Floats]
+"""How microbatches flow through a V.
+
+microbatches  of a step; 0: the flow is not considered
+stretch       how many times as long a microbatch's way takes as without waiting
+ways          prefix sums of F, B and W, in the unit of the loads: [3, boundary]
+"""
+
+
+@jit()
+def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an array's assignment
+    for i in range(len(to)):
+        to[i] = of[i]
+
+
+@jit()
+def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
+    """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
+    scratch[:] = 0
+    for s in range(len(rank_of)):
+        scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
+        if caps.size:
+            scratch[rank_of[s], 1] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
+    largest, squares, over = 0.0, 0.0, 0
+    for r in range(len(speeds)):
+        time = scratch[r, 0] / speeds[r]
+        largest = max(largest, time)
+        squares += time * time
+        if caps.size:
+            over += max(0, scratch[r, 1] - caps[r])
+    return largest, squares, over
+
+
+@jit()
+def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
+    """Moves one layer at a time along the path between two stages, in `bounds`.
+
+    Goes on while (bytes over, largest time, squares) falls.
+    """
+    _, rank_of, speeds, _, _, _, _ = problem
+    stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
+    largest, squares, over = evaluate_bounds(problem, bounds, scratch)
+    trial = bounds.copy()
+    progress = True
+    while progress:
+        progress = False
+        for source in range(stages):
+            for target in range(stages):
+                if source == target or bounds[source + 1] - bounds[source] < 2:
+                    continue
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                _copy(trial, bounds)
+                for i in range(low + 1, high + 1):
+                    trial[i] += step
+                time, square, bytes_ = evaluate_bounds(problem, trial, scratch)
+                if bytes_ < over or (
+                    bytes_ == over and (time < largest or (time == largest and square < squares))
+                ):
+                    _copy(bounds, trial)
+                    largest, squares, over, progress = time, square, bytes_, True
+    return largest, squares, over
+
+
+@jit()
+def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[float, int]:
+    """Iterated descent: pushes some boundaries by a layer or two, and descends again.
+
+    The pushes come from a generator with a fixed seed. Returns the largest time of a rank, and the
+    bytes over the caps.
+    """
+    stages = len(bounds) - 1
+    best, squares, over = descend(problem, bounds)
+    state = 1
+    for _ in range(kicks):
+        if over == 0 and best <= floor:
+            break
+        trial = bounds.copy()
+        for _ in range(3):
+            state = (state * 1103515245 + 12345) % 2147483648
+            i = 1 + (state >> 8) % max(1, stages - 1)
+            state = (state * 1103515245 + 12345) % 2147483648
+            moved = trial[i] + ((state >> 8) % 5) - 2
+            if i < stages and trial[i - 1] < moved < trial[i + 1]:
+                trial[i] = moved
+        time, square, bytes_ = descend(problem, trial)
+        if bytes_ < over or (
+            bytes_ == over and (time < best or (time == best and square <= squares))
+        ):
+            _copy(bounds, trial)
+            best, squares, over = time, square, bytes_
+    return best, over
+
+
+@jit()
+def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[float, bool]:
+    """Branch and bound: depth first over the stages in order.
+
+    A branch ends if a rank is full, or if the rest weighs as much as the ranks that still come can
+    take. Returns the least time found, and whether everything was seen.
+    """
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
+    stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
+    last_of = np.zeros(ranks, np.int64)
+    for s in range(stages):
+        last_of[rank_of[s]] = s
+    load = np.zeros(ranks, np.int64)
+    held_by = np.zeros(ranks, np.int64)
+    stop = np.zeros(stages + 1, np.int64)
+    took = np.zeros(stages, np.int64)
+    took_bytes = np.zeros(stages, np.int64)
+    s = int(stop[0])  # after a literal 0, numba would compile `need` a second time
+    while s >= 0:
+        nodes -= 1
+        if nodes < 0:
+            return best, False
+        r = rank_of[s]
+        load[r] -= took[s]
+        held_by[r] -= took_bytes[s]
+        took[s] = took_bytes[s] = 0
+        stop[s + 1] += 1
+        if s == stages - 1:
+            stop[s + 1] = layers if stop[s + 1] <= layers else layers + 1
+        end = stop[s + 1]
+        weight = sums[min(end, layers)] - sums[stop[s]]
+        if end > layers - (stages - 1 - s) or (load[r] + weight) / speeds[r] >= best:
+            s -= 1
+            continue
+        if caps.size:
+            size = need(held, pairs, pair_at, s, stop[s], end)
+            if held_by[r] + size > caps[r]:
+                s -= 1
+                continue
+            took_bytes[s] = size
+            held_by[r] += size
+        took[s] = weight
+        load[r] += weight
+        if s == stages - 1:
+            largest = (load / speeds).max()
+            if largest < best:
+                best = largest
+                _copy(bounds, stop)
+            continue
+        room = 0.0
+        for q in range(ranks):
+            if last_of[q] > s:
+                room += best * speeds[q] - load[q]
+        if sums[layers] - sums[end] >= room * (1 + 1e-12):
+            continue  # a longer stage leaves less
+        s += 1
+        stop[s + 1] = stop[s]
+    return best, True
+
+
+@jit()
+def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
+    """How long a step must take by the flow, divided by the microbatches.
+
+    A rank holds the layers from x to a and from b to y. It cannot run an op before the first
+    microbatch gets there, nor after the last one must leave: its other ops need the time that
+    remains. The same holds on the clock of rank 0, where each microbatch begins and ends. Rank 0's
+    clock only counts if it begins and ends with all others' F's in between. Speeds of other ranks
+    are taken as 1.
+    """
+    m, stretch, ways = flow
+    f, g, h = ways[0], ways[1], ways[2]
+    n = ways.shape[1] - 1
+    f_low, f_up = f[a] - f[x], f[y] - f[b]
+    b_low, b_up = g[a] - g[x], g[y] - g[b]
+    w_low, w_up = h[a] - h[x], h[y] - h[b]
+    scale = stretch / m
+    # From its first F to the first F and B of the upper stage and to the first B of the lower one.
+    to_f_up = f[b] - f[x]
+    to_b_up = f[n] - f[x] + g[n] - g[y]
+    to_b_low = f[n] - f[x] + g[n] - g[a]
+    time = scale * to_f_up + f_up + b_up + w_up + b_low + w_low
+    if b_up + w_up > 0.0:  # a frozen stage has no B to wait for
+        time = max(time, scale * to_b_up + b_up + w_up + b_low + w_low)
+    if b_low + w_low > 0.0:
+        time = max(time, scale * to_b_low + b_low + w_low)
+    # From the last F of each stage, and from the last B of the upper one, to the rank's last op.
+    if b_low + w_low > 0.0:
+        back = g[n] - g[x] + w_low
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+            f_low + f_up + b_up + scale * (g[b] - g[x] + w_low),
+        )
+    elif b_up + w_up > 0.0:
+        back = g[n] - g[b] + w_up
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+        )
+    if g[1] + h[1] > 0.0:  # rank 0's last B ends the step
+        time = max(
+            time,
+            f_low + f_up + scale * (f[x] + f[n] - f[y] + g[n] + h[1]),
+            f_low + f_up + b_up + scale * (f[x] + g[b] + h[1]),
+            f_low + f_up + b_up + b_low + scale * (f[x] + g[x] + h[1]),
+            f_up + b_up + b_low + scale * (f[b] + g[x] + h[1]),
+            b_up + b_low + scale * (f[n] + g[n] - g[y] + g[x] + h[1]),
+        )
+    else:
+        last = g[n] - g[n - 1] + h[n] - h[n - 1]
+        time = max(time, f_low + f_up + scale * (f[x] + f[n] - f[y] + last))
+    return time
+
+
+@jit()
+def nested(
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, bounds: Ints
+) -> tuple[bool, float]:
+    """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
+
+    reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
+    Returns (True, the placement's largest time), or (False, the least limit worth trying next).
+    """
+    ranks = reached.shape[0] - 1
+    rise = _reach_inwards(problem, flow, limit, reached)
+    for end in range(reached.shape[1]):
+        if reached[ranks, end, end]:
+            return True, _trace_outwards(problem, flow, limit, reached, end, bounds)
+    return False, rise
+
+
+@jit()
+def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -> float:
+    """Fills in `reached`, the outer rank first. Returns the least limit worth trying next."""
+    sums, _, speeds, held, pairs, pair_at, caps = problem
+    layers, ranks = len(sums) - 1, len(speeds)
+    reached[:] = 0
+    reached[0, 0, layers] = 1
+    rest = speeds.sum()
+    rise = np.inf
+    for r in range(ranks):
+        rest -= speeds[r]
+        left, last = 2 * (ranks - 1 - r), r == ranks - 1
+        for x in range(layers + 1):
+            for y in range(x + 2 + left, layers + 1):
+                if not reached[r, x, y]:
+                    continue
+                for a in range(x + 1, y):
+                    first = sums[a] - sums[x]
+                    if first / speeds[r] > limit:
+                        rise = min(rise, (first + sums[y] - sums[y - 1]) / speeds[r])
+                        break
+                    size = need(held, pairs, pair_at, r, x, a) if caps.size else 0
+                    if caps.size and size > caps[r]:
+                        break
+                    b = a if last else y - 1
+                    while b >= a + left:
+                        time = (first + sums[y] - sums[b]) / speeds[r]
+                        if time > limit:
+                            rise = min(rise, time)
+                            break
+                        if (
+                            caps.size
+                            and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]
+                        ):
+                            break
+                        if flow[0]:
+                            time = flow_time(flow, x, a, b, y) / speeds[r]
+                        # The layers that are left must go into the ranks that are left.
+                        if time > limit:
+                            rise = min(rise, time)
+                        elif last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
+                            reached[r + 1, a, b] = 1
+                        else:
+                            rise = min(rise, (sums[b] - sums[a]) / rest)
+                        b -= 1
+                        if last:
+                            break
+    return rise
+
+
+@jit()
+def _trace_outwards(
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, end: int, bounds: Ints
+) -> float:
+    """Writes the placement whose inner rank meets at `end`. Returns its largest time."""
+    sums, _, speeds, held, pairs, pair_at, caps = problem
+    layers, ranks = len(sums) - 1, len(speeds)
+    a = b = end
+    bounds[ranks] = end
+    largest = 0.0
+    for r in range(ranks - 1, -1, -1):
+        extended = False
+        for x in range(a - 1, -1, -1):
+            if (sums[a] - sums[x]) / speeds[r] > limit:
+                break
+            for y in range(b + 1, layers + 1):
+                time = (sums[a] - sums[x] + sums[y] - sums[b]) / speeds[r]
+                if time > limit:
+                    break
+                if flow[0]:
+                    time = max(time, flow_time(flow, x, a, b, y) / speeds[r])
+                if (
+                    time <= limit
+                    and reached[r, x, y]
+                    and (
+                        caps.size == 0
+                        or need(held, pairs, pair_at, r, x, a)
+                        + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
+                        <= caps[r]
+                    )
+                ):
+                    extended = True
+                    largest = max(largest, time)
+                    a, b = x, y
+                    break
+            if extended:
+                break
+        bounds[r], bounds[2 * ranks - r] = a, b
+    return largest

@@ -1,0 +1,196 @@
+"""Tests of the balancers in the registry: placements, limits, purity and errors."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.errors import ConfigError, PartitionError
+from dynmo.options import find_own
+from dynmo.plan.balancers import BalanceRequest, balancer, is_forced
+from dynmo.plan.options import BALANCERS
+from dynmo.plan.partition import Partition
+from dynmo.plan.stage_costs import by_name, pipeline_costs
+from dynmo.schedule.simulator import simulate
+
+# The first three layers are frozen: forward only, but as many parameters as the others.
+FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(
+    LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3)
+)
+REQUEST = BalanceRequest(FROZEN, Partition((4, 2)), make=by_name("zb-h1", 4))
+
+
+def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) -> BalanceRequest:
+    layers = tuple(LayerCost(1.0, 1.0, 1.0, weight_bytes=size) for size in sizes)
+    return BalanceRequest(
+        layers, Partition(current), resident=((),) * len(limit), memory_limit=limit
+    )
+
+
+def test_each_balancer():
+    # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one
+    # of the best already.
+    assert {name: balancer(name)(REQUEST).counts for name in BALANCERS} == {
+        "none": (4, 2),
+        "uniform": (3, 3),
+        "exact": (4, 2),
+        "diffusion": (4, 2),
+    }
+
+
+def test_balancing_by_parameters_ignores_freezing():
+    blind = replace(REQUEST, cost="parameters")
+    assert balancer("exact")(blind).counts == balancer("diffusion")(blind).counts == (3, 3)
+
+
+def test_exact_moves_the_fewest_bytes():
+    # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
+    # Layers are counted if no bytes are given.
+    for sizes, counts in (
+        ((1, 5, 1, 1, 1), (1, 3, 1)),
+        ((1, 5, 0, 0, 0), (1, 2, 2)),
+        ((0, 0, 0, 0, 0), (1, 3, 1)),
+    ):
+        layers = tuple(
+            LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
+            for f, size in zip((6, 1, 1, 1, 1), sizes, strict=True)
+        )
+        assert balancer("exact")(BalanceRequest(layers, Partition((2, 2, 1)))).counts == counts
+
+
+def test_balancers_keep_memory_limits():
+    request = limited([4, 4, 1, 1], (1, 3), (5, 99))
+    assert balancer("exact")(request).counts == (1, 3)
+    assert balancer("diffusion")(request).counts == (1, 3)
+    assert balancer("none")(replace(request, current=Partition((3, 1)))).counts == (3, 1)
+    with pytest.raises(PartitionError, match=r"stage 0 .* needs 8 bytes, its limit is 5"):
+        balancer("uniform")(request)
+    with pytest.raises(PartitionError, match="stage 0"):
+        balancer("exact")(limited([9, 9], (1, 1), (1, 9)))
+    assert balancer("uniform")(replace(request, resident=None, memory_limit=None)).counts == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        ({"current": Partition((4, 1))}, "5 layers for 6 layer costs"),
+        ({"memory_limit": (1, 1)}, "resident"),
+        ({"resident": ((), ()), "memory_limit": (1, 1, 1)}, "3 memory limits for 2 ranks"),
+        ({"resident": ((),), "memory_limit": (1, 1)}, "1 resident stages for 2 ranks"),
+    ],
+)
+def test_inconsistent_requests_are_refused(known, message):
+    with pytest.raises(PartitionError, match=message):
+        replace(REQUEST, **known)
+
+
+def test_faster_rank_gets_more_layers():
+    layers = (LayerCost(1.0, 1.0, 1.0),) * 6
+    even = BalanceRequest(layers, Partition((3, 3)), speeds=(1.0, 2.0))
+    assert balancer("exact")(even).counts == (2, 4)
+    assert balancer("exact")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
+
+
+def test_exact_balances_several_stages_per_rank():
+    layers = tuple(LayerCost(f, 0.0, 0.0) for f in (5, *[1] * 8))
+    heavy = BalanceRequest(layers, Partition((3, 2, 2, 2)), stage_ranks=(0, 1, 1, 0))
+    first, second, third, last = balancer("exact")(heavy).counts
+    assert max(first + 4 + last, second + third) == 7
+    with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
+        replace(heavy, stage_ranks=(0, 1))
+
+
+def behind_slow_link(middle: float) -> BalanceRequest:
+    """24 equal layers on 4 ranks, and a link in the middle."""
+    links = tuple(LinkCost(seconds, math.inf) for seconds in (0.0, middle, 0.0))
+    layers, current = (LayerCost(1.0, 1.0, 1.0),) * 24, Partition((6, 6, 6, 6))
+    return BalanceRequest(layers, current, make=by_name("zb-h1", 8), links=links)
+
+
+def test_balancers_know_slow_links():
+    request = behind_slow_link(8.0)
+    quick = replace(request, quick=True)
+    found = {
+        "none": balancer("none")(request),
+        "exact": balancer("exact")(request),
+        "quick": balancer("exact")(quick),
+        "diffusion": balancer("diffusion")(request),
+    }
+    spans = {
+        name: simulate(by_name("zb-h1", 8)(costs), costs).span
+        for name, x in found.items()
+        for costs in [pipeline_costs(request.layers, x, links=request.links)]
+    }
+    assert spans == {"none": 214.0, "exact": 205.0, "quick": 207.0, "diffusion": 205.0}
+    # By parameters nothing is simulated.
+    parameters = tuple(replace(layer, parameters=1) for layer in request.layers)
+    blind = replace(request, layers=parameters, cost="parameters")
+    assert balancer("diffusion")(blind).counts == (6,) * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 1.8])
+def test_fast_links_change_no_placement(seconds: float):
+    request = behind_slow_link(seconds)
+    uneven = replace(request, current=Partition((9, 3, 3, 9)))
+    without = replace(uneven, links=None)
+    for name in ("exact", "diffusion"):
+        quick, blind = replace(uneven, quick=True), replace(without, quick=True)
+        assert balancer(name)(quick) == balancer(name)(blind)
+
+
+def own(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Writes a module and returns the way to its `place`."""
+    (folder / f"{name}.py").write_text(f"from dynmo.plan.partition import Partition\n{text}")
+    monkeypatch.syspath_prepend(folder)
+    return f"python:{name}:place"
+
+
+def test_own_balancer_places_and_is_held_to_the_memory(tmp_path, monkeypatch):
+    way = own("def place(request):\n    return Partition((2, 2))", tmp_path, monkeypatch, "own_ok")
+    request = limited([4, 4, 1, 1], (1, 3), (8, 99))
+    assert balancer(way)(request).counts == (2, 2)
+    assert not is_forced(way)
+    with pytest.raises(PartitionError, match=r"stage 0 .* needs 8 bytes, its limit is 5"):
+        balancer(way)(replace(request, memory_limit=(5, 99)))
+    with pytest.raises(ConfigError, match="return a Partition of all 6 layers on 2 stages"):
+        balancer(way)(REQUEST)
+    assert is_forced("python:benchmarks.baselines.placements:random")
+    assert is_forced("uniform")
+    assert not is_forced("exact")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("place = 3", "wrong has no function place"),
+        ("raise OSError('gone')", "importing wrong raised OSError: gone"),
+        (
+            "def place(request):\n    return [2, 2]",
+            r"returned \[2, 2\]; return a Partition of all 4",
+        ),
+        ("def place(request):\n    return 1 / 0", r"raised ZeroDivisionError.* \(wrong.py:3\)"),
+        ("def place():\n    return 1", "raised TypeError"),
+    ],
+)
+def test_wrong_balancer_of_your_own_is_refused_at_once(tmp_path, monkeypatch, text, says):
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    find_own.cache_clear()
+    way = own(text, tmp_path, monkeypatch, "wrong")
+    with pytest.raises(ConfigError, match=f"balancer '{way}': .*{says}|balancer '{way}': {says}"):
+        balancer(way)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("exat", PartitionError, "'exat'; choose one of .*exact"),
+        ("python:a.b", PartitionError, "write python:package.module:NAME for your own"),
+        ("python:no.such:place", ConfigError, "cannot import no.such"),
+    ],
+)
+def test_unknown_balancer_is_refused(name, error, says):
+    with pytest.raises(error, match=says):
+        balancer(name)
