@@ -57,13 +57,13 @@ test: $(READY)
 	$(BIN)/python -m pytest $(TWO) --durations 5
 
 quick: $(READY)
-	$(BIN)/python -m pytest $(TWO) tests/schedule tests/cost tests/config tests/balance \
-	    tests/planner tests/report tests/elastic/managers/test_command.py
+	$(BIN)/python -m pytest $(TWO) tests/schedule tests/cost tests/config tests/plan \
+	    tests/report tests/elastic/managers/test_command.py
 
 matrix: $(READY)
 	$(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not clusters"
 	$(BIN)/python -m pytest $(TWO) --hypothesis-profile matrix tests/schedule \
-	    tests/balance tests/planner tests/cost
+	    tests/plan tests/cost
 	@.ci/suite passed matrix
 
 docs: $(READY)

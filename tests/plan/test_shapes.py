@@ -19,8 +19,8 @@ from dynmo.plan.shapes import choose_shape
 from dynmo.plan.situation import DecisionRecord, Situation
 from dynmo.plan.stage_plan import plan_stages
 from dynmo.schedule.catalogue import AUTO, SHAPES, shapes_of
+from tests.plan import test_decisions as decisions
 from tests.plan.test_decisions import FROZEN, ONE
-from tests.planner import test_decisions as decisions
 
 EVEN = (ONE,) * 8
 # Two ranks cannot share 3 + 2 + 2 + 1 evenly in order. A V can: 3 + 1 and 2 + 2.
