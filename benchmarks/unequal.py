@@ -32,8 +32,8 @@ from benchmarks.output import main, markdown
 from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepEvent
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
-from dynmo.plan.evaluate import PlanRequest
 from dynmo.plan.make_plan import make_plan
+from dynmo.plan.plan_request import PlanRequest
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
 

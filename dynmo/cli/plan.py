@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.alternatives import Alternative
-    from dynmo.plan.evaluate import Plan, PlanRequest
+    from dynmo.plan.plan_request import Plan, PlanRequest
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -63,7 +63,7 @@ def plan(options: PlanOptions) -> None:
 def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     """Plans one pipeline of given ranks and microbatches, and prints the plan."""
     from dynmo.plan.alternatives import plan_or_suggest
-    from dynmo.plan.evaluate import PlanRequest
+    from dynmo.plan.plan_request import PlanRequest
 
     ranks, microbatches = options.pipeline(profile)
     request = PlanRequest(

@@ -17,7 +17,7 @@ from dynmo.schedule.catalogue import SCHEDULES
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
-    from dynmo.plan.evaluate import Cost, RecomputeMode
+    from dynmo.plan.plan_request import Cost, RecomputeMode
     from dynmo.schedule.memory import Limit
 
 

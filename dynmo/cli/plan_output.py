@@ -12,7 +12,7 @@ from dynmo.errors import PartitionError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from dynmo.plan.evaluate import Plan
+    from dynmo.plan.plan_request import Plan
     from dynmo.schedule.memory import Limit
 
 _BAR = 60  # columns of the longest rank's bar

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.plan.evaluate import Plan, PlanRequest
 from dynmo.plan.make_plan import LARGE, make_plan
 from dynmo.plan.mesh_plan import scale_layers
 from dynmo.plan.options import BALANCERS
+from dynmo.plan.plan_request import Plan, PlanRequest
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 

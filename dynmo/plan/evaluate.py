@@ -1,184 +1,253 @@
-"""A request for a plan, and the result for one placement of it.
+"""From a choice to a plan: its schedule, its seconds and its bytes. Nothing is run.
 
-The result has the schedule made for the placement, its seconds by the simulator, and its memory:
+    layers + placement -> costs of stages -> caps -> schedule -> simulator -> seconds
+                                                              -> bytes of each rank at its peak
 
-    costs of layers + placement -> costs of stages -> schedule -> simulator
-        -> step time, idleness, memory
+Runs, dry runs and plans all ask `evaluate`, so a plan says what a run does.
+
+A schedule is made to keep no more alive than its caps. Three things come on top: messages that
+wait, the bytes that an op needs for itself, and sums over the replicas. Their size is known of a
+whole schedule only. If a rank needs more than it has, the caps are lowered by as much, and the
+schedule is made again. A plan that does not fit in any way has the schedule that needs the least.
+
+Costs at another size of microbatch are in proportion to it. Under ZeRO-1 a rank holds its part of
+one replica's optimizer state, ceil(bytes / replicas). The gradients cross a ring without latency:
+
+    zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth
+    zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth
+                all-gather          (R - 1) / R x weight bytes   / bandwidth
+
+The all-reduce and the reduce-scatter of a layer begin when its last W ends. The all-gather begins
+after the step's last op, and nothing hides it.
+
+A rank reduces one layer after another, in the order in which their last W's end (within a stage:
+from its last layer to its first). It works on meanwhile: the link takes no time from the ops. The
+part that is not over by the end of the step's last op is `exposed`.
+
+    rank 0   ... W W[a f a]                    last W of the stage: of f, then of a
+             reductions     [ f ][ a ]         exposed: what lies beyond the step's end
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import takewhile
 
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
-from dynmo.errors import InputError, NoRoomError, PartitionError
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_costs
+from dynmo.cost.profile_file import TIMES
+from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.chains import rank_speeds
-from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.partition import Cost, Move, Partition, imbalance, uniform
+from dynmo.plan.partition import Partition, imbalance
+from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
-from dynmo.plan.speeds import Speeds
-from dynmo.plan.stage_costs import freeze
-from dynmo.plan.stage_plan import StageRequest, plan_stages
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.memory import Limit, rank_limits, reduction_bytes
-from dynmo.schedule.op import Schedule
-from dynmo.schedule.simulator import Timeline, simulate
+from dynmo.schedule.memory import bare, rank_limits, rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.op import Kind, Schedule
+from dynmo.schedule.simulator import Span, Timeline, peak_memory, simulate
 
-RecomputeMode = Literal["none", "auto", "all"]
-"""The layers that are recomputed: none, those that must be so that everything fits, or all.
-
-A recomputed layer keeps only its input and runs F again in B."""
+# A search asks again for the schedules of its best placements. A large one has 100 MB.
+_make = lru_cache(maxsize=8)(make)
+_ROUNDS = 8  # the most schedules that are made to fit one memory
+_PER_MICROBATCH = (
+    "activation_bytes",
+    "stash_bytes",
+    "output_bytes",
+    "workspace_bytes",
+    "forward_workspace_bytes",
+    "weight_workspace_bytes",
+)
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A request for a plan.
+class Replica:
+    """One replica of a mesh: what its layers cost, and who holds which stage."""
 
-    Attributes:
-        microbatches: Microbatches of a step of one replica.
-        chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank, or of each. None means unlimited.
-        any_links: Use the slowest known link if the file lists other boundaries.
-        quick: "exact" does not simulate its ties, and a placement that does not fit is hardly
-            repaired.
-        recomputed: Layers that are recomputed whatever `recompute` says.
-        replicas: Number of replicas of this pipeline that sum their gradients. Only the memory of
-            the sums counts here. `mesh_plan` adds their seconds.
-        speeds: Speed of each rank. None: all are 1.
-    """
+    problem: Problem
+    mesh: Mesh
 
-    profile: Profile
-    ranks: int
-    microbatches: int
-    schedule: str = "zb-h1"
-    balancer: str = "exact"
-    chunks: int | None = None
-    memory_limit: Limit = None
-    objective: Objective = Objective.SPAN
-    any_links: bool = False
-    cost: Cost = "time"
-    seed: int = 0
-    step: int = 0
-    quick: bool = False
-    recompute: RecomputeMode = "none"
-    recomputed: frozenset[int] = frozenset()
-    replicas: int = 1
-    speeds: Speeds | None = None
+    @cached_property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """Costs of the layers for a microbatch of the mesh, without recomputation."""
+        problem, mesh, work = self.problem, self.mesh, self.problem.work
+        layers = problem.layers
+        if mesh.micro_batch != problem.size:
+            layers = scale_layers(layers, mesh.micro_batch / problem.size)
+        if work.zero:
+            layers = tuple(layer.shared(mesh.replicas) for layer in layers)
+        if work.accumulation_groups is not None:
+            groups = work.accumulation_groups // mesh.replicas
+            layers = tuple(layer.with_accumulation(groups) for layer in layers)
+        return freeze(layers, problem.profile.first_trainable) if layers else ()
 
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
-        # Their lengths are checked. One for all would be copied for each rank.
-        if self.speeds is not None:
-            rank_speeds(self.speeds, self.ranks)
-        if isinstance(self.memory_limit, tuple):
-            rank_limits(self.memory_limit, self.ranks)
-        if self.memory_limit is not None and not any(
-            x.static_bytes or x.activation_bytes for x in self.profile.layers
-        ):
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return stage_ranks_of(self.mesh.schedule, self.mesh.pipeline, self.problem.work.chunks)
+
+    @cached_property
+    def links(self) -> tuple[LinkCost, ...]:
+        """The link behind each stage but the last."""
+        return self.problem.profile.boundaries(self.stage_ranks, exactly=False)
+
+    @cached_property
+    def limits(self) -> tuple[int, ...] | None:
+        """Bytes of each rank. None means unlimited."""
+        limit = self.problem.memory_limit
+        sized = any(x.static_bytes or x.activation_bytes for x in self.problem.layers)
+        if limit is not None and self.problem.layers and not sized:
             raise PartitionError(
                 "a memory limit, but the costs have no sizes; "
                 "give weight_bytes, activation_bytes, ... (one per layer)"
             )
+        return rank_limits(limit, self.mesh.pipeline)
 
     @cached_property
-    def kept(self) -> tuple[LayerCost, ...]:
-        """The layers' costs without recomputing."""
-        return freeze(self.profile.layers, self.profile.first_trainable)
+    def speeds(self) -> tuple[float, ...] | None:
+        """Speed of each stage's rank. None: all are 1."""
+        if self.problem.speeds is None:
+            return None
+        speeds = rank_speeds(self.problem.speeds, self.mesh.pipeline).tolist()
+        return tuple(speeds[rank] for rank in self.stage_ranks)
 
-    @cached_property
-    def layers(self) -> tuple[LayerCost, ...]:
-        return with_recompute(self.kept, self.recomputed)
+    def costs(self, layers: Sequence[LayerCost], partition: Partition) -> Costs:
+        """Returns the costs of a placement's stages, each on its rank."""
+        return pipeline_costs(layers, partition, links=self.links, speeds=self.speeds)
 
-    @cached_property
-    def reserve(self) -> int:
-        """The most bytes that come for a moment, beside what is live between ops.
+    def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
+        """Makes the schedule. See `automatic.make`."""
+        return _make(
+            self.mesh.schedule,
+            self.mesh.pipeline,
+            self.mesh.microbatches,
+            costs=costs,
+            chunks=self.problem.work.chunks,
+            caps=tuple(caps),
+            first_trainable=first_trainable,
+            objective=self.problem.work.objective,
+        )
 
-        Recomputing a layer brings its activations back during its B. Summing gradients over the
-        replicas also takes memory.
+    def memory(
+        self, layers: Sequence[LayerCost], partition: Partition, schedule: Schedule
+    ) -> tuple[int, ...]:
+        """Bytes of each rank at its peak. Runs and plans are refused by this account.
+
+        `layers` have recomputation in their costs.
         """
-        pairs = zip(self.kept, self.layers, strict=True)
-        back = max(
-            (kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0
-        )
-        return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
-
-    @cached_property
-    def stages(self) -> StageRequest:
-        return StageRequest(
-            self.schedule,
-            self.ranks,
-            self.microbatches,
-            self.chunks,
-            self.memory_limit,
-            self.objective,
+        work = self.problem.work
+        groups = work.accumulation_groups
+        if groups is None:
+            layers = [
+                replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) for x in layers
+            ]
+        return rank_memory(
+            layers,
+            partition.counts,
+            schedule,
             # A costs file has rollback copies only if its steps had no barrier.
-            post_validation=any(layer.rollback_bytes for layer in self.layers),
-            replicas=self.replicas,
-            speeds=self.speeds,
+            post_validation=work.post_validation
+            or (groups is None and any(x.rollback_bytes for x in layers)),
+            replicas=self.mesh.replicas,
+            accumulation_groups=1 if groups is None else groups // self.mesh.replicas,
         )
 
-    @property
-    def names_ranks(self) -> bool:
-        """True if something holds for some ranks only, so that their number is fixed."""
-        return self.speeds is not None or isinstance(self.memory_limit, tuple)
+    def schedule_on(self, partition: Partition) -> Schedule:
+        """Returns the schedule of a placement.
 
-    @property
-    def limits(self) -> tuple[int, ...] | None:
-        """Bytes of each rank. None means unlimited."""
-        return self.stages.limits
-
-    def fits(self, needs: Sequence[int]) -> bool:
-        limits = self.limits
-        return limits is None or all(a <= b for a, b in zip(needs, limits, strict=True))
-
-    @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        return self.stages.stage_ranks
-
-    @cached_property
-    def links(self) -> tuple[LinkCost, ...]:
-        return self.profile.boundaries(self.stage_ranks, not self.any_links)
-
-    @cached_property
-    def current(self) -> Partition:
-        """The placement now: the file's if it has as many stages, else an even one."""
-        known, stages = self.profile.partition, len(self.stage_ranks)
-        fits = (
-            known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
-        )
-        return Partition(known) if known is not None and fits else uniform(len(self.layers), stages)
+        Without costs, or if it is not made from costs, all stages count as equal, with activations
+        of 1 and caps of twice those of 1F1B.
+        """
+        if self.layers and entry(self.mesh.schedule).from_costs:
+            return evaluate(self.problem, Choice(self.mesh, partition)).schedule
+        caps = (2.0 * len(self.stage_ranks),) * self.mesh.pipeline
+        return self.make(None, caps, partition.owner(self.problem.profile.first_trainable))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result for one placement.
+    """What a choice gives.
 
     Attributes:
-        lower_bound: Seconds of a step that no schedule of this placement can beat.
+        layers: Costs of one replica's layers, with recomputation.
+        costs: Costs of the stages.
         caps: The most live memory of each rank that the schedule was first made within.
-        memory: Bytes of each rank at its peak.
+        schedule: The schedule. If none fits the memory, the one that needs the least.
     """
 
-    request: PlanRequest
+    replica: Replica
     partition: Partition
+    recomputed: frozenset[int]
+    layers: tuple[LayerCost, ...]
     costs: Costs
-    schedule: Schedule
-    timeline: Timeline
-    lower_bound: float
     caps: tuple[float, ...]
-    memory: tuple[int, ...]
+    schedule: Schedule
+
+    @property
+    def problem(self) -> Problem:
+        return self.replica.problem
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.replica.mesh
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.mesh, self.partition, self.recomputed)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return self.replica.stage_ranks
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of each rank at its peak."""
+        return self.replica.memory(self.layers, self.partition, self.schedule)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        timeline = simulate(self.schedule, self.costs)
+        if not math.isfinite(timeline.makespan):
+            raise InputError(
+                "the times are so large that their sum is not a number any more; choose a larger "
+                "unit"
+            )
+        return timeline
 
     @property
     def step(self) -> float:
-        """Predicted seconds of a step, by the objective."""
-        return self.timeline.length(self.request.objective)
+        """Predicted seconds of a step's ops, by the objective."""
+        return self.timeline.length(self.problem.work.objective)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted seconds of a step, with the sums over the replicas."""
+        return self.step if self.mesh.replicas == 1 else _with_reductions(self)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the sums over the replicas that come after all ops."""
+        return max(0.0, self.seconds - self.step)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.mesh.global_batch / self.seconds if self.seconds else math.inf
+
+    @cached_property
+    def beyond(self) -> int:
+        """The most bytes that a rank needs beyond its limit. 0 if all fit."""
+        limits = self.replica.limits
+        if limits is None:
+            return 0
+        return max(0, *(need - limit for need, limit in zip(self.memory, limits, strict=True)))
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What makes one plan better than another: that it fits, then its seconds."""
+        return self.beyond, self.seconds
 
     @property
     def stage_cost(self) -> tuple[float, ...]:
@@ -187,10 +256,10 @@ class Plan:
     @property
     def rank_cost(self) -> tuple[float, ...]:
         """Seconds of each rank's stages together."""
-        pairs = list(zip(self.stage_cost, self.request.stage_ranks, strict=True))
+        pairs = list(zip(self.stage_cost, self.stage_ranks, strict=True))
         return tuple(
             math.fsum(cost for cost, holder in pairs if holder == rank)
-            for rank in range(self.request.ranks)
+            for rank in range(self.mesh.pipeline)
         )
 
     @property
@@ -198,72 +267,255 @@ class Plan:
         return imbalance(self.rank_cost)
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """The layers that change ranks from the current placement. Source and target are ranks."""
-        request = self.request
-        return moves_between_ranks(request.current, self.partition, request.stage_ranks)
+    def lower_bound(self) -> float:
+        """Seconds of a step that no schedule of this placement can beat."""
+        bound = lower_bound_on(
+            self.stage_ranks,
+            with_unit_memory(self.costs),
+            self.mesh.microbatches,
+            self.schedule.first_trainable,
+            self.problem.work.objective,
+            None if self.replica.limits is None else self.caps,
+        )
+        # The bound is summed in another order. If it is reached, it may therefore be a rounding
+        # error above the time that reached it.
+        return min(bound, self.step)
 
-    @property
-    def moved_bytes(self) -> int:
-        return sum(self.request.profile.layers[move.layer].moved_bytes for move in self.moves)
+    def check_room(self) -> Plan:
+        """Returns the plan.
 
-
-def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`."""
-    return request.stages.memory(request.layers, partition.counts, schedule)
-
-
-class TooFullError(NoRoomError):
-    """One placement does not fit the memory. `needs` are the bytes of each rank."""
-
-    def __init__(self, request: PlanRequest, partition: Partition, needs: Sequence[int]) -> None:
-        limits = request.limits or (0,) * len(needs)
-        rank = next(rank for rank, need in enumerate(needs) if need > limits[rank])
-        super().__init__(
-            f"rank {rank} needs {needs[rank]} bytes under {request.schedule} with the placement "
-            f"{'+'.join(map(str, partition.counts))}, over the limit of {limits[rank]}; "
+        Raises:
+            NoRoomError: It does not fit the memory.
+        """
+        limits = self.replica.limits
+        if limits is None or not self.beyond:
+            return self
+        rank = next(r for r, need in enumerate(self.memory) if need > limits[r])
+        raise NoRoomError(
+            f"rank {rank} needs {self.memory[rank]} bytes under {self.mesh.schedule} with the "
+            f"placement {'+'.join(map(str, self.partition.counts))}, over the limit of "
+            f"{limits[rank]}; "
             "use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
         )
-        self.partition, self.needs = partition, tuple(needs)
 
 
-def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
-    """Evaluates one placement by the simulator, with the schedule made for it.
+def evaluate(problem: Problem, choice: Choice) -> Plan:
+    """Makes the schedule of a choice, and predicts its seconds and bytes.
+
+    It does not refuse. A plan that does not fit the memory has `beyond` bytes too many.
 
     Raises:
-        TooFullError: The placement does not fit the memory.
+        ScheduleError: There is no schedule of this name, microbatches or stages.
     """
-    stage_plan = plan_stages(
-        request.stages, request.layers, partition, request.links, request.profile.first_trainable
-    )
-    if not request.fits(stage_plan.memory):
-        raise TooFullError(request, partition, stage_plan.memory)
-    costs = request.stages.costs(request.layers, partition, request.links)
-    schedule = stage_plan.schedule
-    timeline = simulate(schedule, costs)
-    if not math.isfinite(timeline.makespan):
-        raise InputError(
-            "the times are so large that their sum is not a number any more; choose a larger unit"
+    replica, partition = Replica(problem, choice.mesh), choice.partition
+    layers = with_recompute(replica.layers, choice.recomputed)
+    costs = replica.costs(layers, partition)
+    known = with_unit_memory(costs)
+    first = min(partition.owner(problem.profile.first_trainable), partition.stages - 1)
+    limits, least = replica.limits, one_microbatch(known, replica.stage_ranks)
+    if limits is None:
+        caps = roomy_caps(known, replica.stage_ranks)
+    else:
+        held = static_bytes(bare(layers), partition.counts, replica.stage_ranks)
+        rooms = zip(least, held, limits, strict=True)
+        caps = tuple(max(one, float(limit - own)) for one, own, limit in rooms)
+    made = replica.make(known, caps, first)
+    plan = best = Plan(replica, partition, choice.recomputed, layers, costs, caps, made)
+    if limits is None or not entry(choice.mesh.schedule).from_costs:
+        return plan
+    lowered = caps
+    for turn in range(_ROUNDS):
+        if plan.beyond < best.beyond:
+            best = plan
+        if not plan.beyond or lowered == least:
+            break
+        alive, before = peak_memory(plan.schedule, known), lowered
+        lowered = tuple(
+            max(one, min(cap, live) - max(0, need - limit))
+            for one, cap, live, need, limit in zip(
+                least, lowered, alive, plan.memory, limits, strict=True
+            )
         )
-    reached = timeline.length(request.objective)
-    limits = None if request.memory_limit is None else stage_plan.caps
-    bound = lower_bound_on(
-        request.stage_ranks,
-        stage_plan.costs,
-        request.microbatches,
-        schedule.first_trainable,
-        request.objective,
-        limits,
+        # One microbatch at a time is the last that there is to try.
+        if lowered == before or turn == _ROUNDS - 2:
+            lowered = least
+        try:
+            plan = replace(plan, schedule=replica.make(known, lowered, first))
+        except ScheduleError:
+            break
+    return best
+
+
+def _with_reductions(plan: Plan) -> float:
+    """Predicts the seconds of a step with the sums over the replicas."""
+    problem, replicas = plan.problem, plan.mesh.replicas
+    link, zero = LinkCost(0.0, problem.bandwidth), problem.work.zero
+    ends: list[float] = []
+    gathers: list[float] = []
+    for row in plan.timeline.ranks:
+        trained = sorted(_ready(plan, row), key=lambda pair: pair[0])
+        over = -math.inf
+        for ready, layer in trained:
+            over = max(over, ready) + (1 if zero else 2) * link.ring_seconds(
+                layer.gradient_bytes, replicas
+            )
+        ends.append(max(over, row[-1].end))
+        weights = sum(layer.weight_bytes for _, layer in trained)
+        gathers.append(link.ring_seconds(weights, replicas) if zero else 0.0)
+    begins = [row[0].start for row in plan.timeline.ranks]
+    if problem.work.objective is Objective.MAKESPAN:  # the optimizer is a barrier
+        seconds = max(ends) + max(gathers) - min(begins)
+    else:
+        seconds = max(
+            end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True)
+        )
+    if not math.isfinite(seconds):
+        raise PartitionError(
+            f"at {problem.bandwidth} bytes per second a step takes longer than a number can say; "
+            "give a bandwidth that there is"
+        )
+    return seconds
+
+
+def _ready(plan: Plan, row: Sequence[Span]) -> Iterator[tuple[float, LayerCost]]:
+    """The layers of a rank that train, each with the time at which its last W ends."""
+    for op, start, _ in row:
+        if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.mesh.microbatches - 1:
+            for index in reversed(plan.partition.range_of(op.stage)):
+                layer = plan.layers[index]
+                start += layer.w + (layer.b if op.kind is Kind.BW else 0.0)
+                if layer.w:
+                    yield start, layer
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
+    """The costs of a microbatch of `share` times the size.
+
+    Seconds, activations and messages are in proportion. Real kernels do less well on small
+    microbatches, so a measurement at that size is better.
+    """
+    return tuple(
+        replace(
+            x,
+            **{key: getattr(x, key) * share for key in TIMES},
+            **{key: math.ceil(getattr(x, key) * share) for key in _PER_MICROBATCH},
+        )
+        for x in layers
     )
-    # The bound is summed in another order. If it is reached, it may therefore be a rounding error
-    # above the time that reached it.
-    return Plan(
-        request,
-        partition,
-        costs,
-        schedule,
-        timeline,
-        min(bound, reached),
-        stage_plan.caps,
-        stage_plan.memory,
+
+
+def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[LayerCost, ...]:
+    """Turns the layers before `first_trainable_layer` into a frozen prefix.
+
+    A frozen layer runs forward only and keeps nothing.
+    """
+    if not 0 <= first_trainable_layer < max(1, len(layers)):
+        raise PartitionError(
+            f"first trainable layer {first_trainable_layer} of {len(layers)} layers; "
+            "at least the last must train"
+        )
+    frozen = (
+        replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
+        for x in layers[:first_trainable_layer]
     )
+    return (*frozen, *layers[first_trainable_layer:])
+
+
+def pipeline_costs(
+    layers: Sequence[LayerCost],
+    partition: Partition,
+    *,
+    links: Sequence[LinkCost] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Costs:
+    """The costs of the stages and boundaries of `partition`.
+
+    There is one link per boundary and one speed per stage. Without links messages take no time.
+    """
+    stages = stage_costs(layers, partition.counts)
+    for what, given, count in (
+        ("links", links, partition.stages - 1),
+        ("speeds", speeds, partition.stages),
+    ):
+        if given is not None and len(given) != count:
+            raise PartitionError(
+                f"{len(given)} {what} for {partition.stages} stages; give {count}, one per "
+                + ("boundary" if what == "links" else "stage")
+            )
+    if speeds is not None:
+        stages = tuple(
+            replace(x, f=x.f / v, b=x.b / v, w=x.w / v) for x, v in zip(stages, speeds, strict=True)
+        )
+    ends = partition.bounds[1:-1]
+    seconds = (
+        (link.seconds(layers[end - 1].output_bytes) for link, end in zip(links, ends, strict=True))
+        if links is not None
+        else (0.0,) * len(ends)
+    )
+    return Costs(stages, tuple(seconds))
+
+
+def frozen_stages(costs: Costs) -> int:
+    """Stages at the front that have neither B nor W. The last stage always counts as training."""
+    return len(list(takewhile(lambda x: x.b == 0 and x.w == 0, costs.stages[:-1])))
+
+
+def with_unit_memory(costs: Costs) -> Costs:
+    """Gives every stage activations of 1 if no sizes are known.
+
+    A schedule should not take memory for free.
+    """
+    if any(stage.mem_f for stage in costs.stages):
+        return costs
+    return Costs(tuple(StageCost(x.f, x.b, x.w) for x in costs.stages), costs.links)
+
+
+def one_microbatch(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
+    """The memory that one microbatch keeps alive on each rank, in the costs' unit."""
+    kept = [0.0] * (max(stage_ranks) + 1)
+    for stage, rank in zip(costs.stages, stage_ranks, strict=True):
+        kept[rank] += stage.held
+    return tuple(kept)
+
+
+def roomy_caps(costs: Costs, stage_ranks: Sequence[int]) -> tuple[float, ...]:
+    """Caps without a memory limit: twice the most that 1F1B keeps on a rank.
+
+    1F1B keeps p microbatches there (Zero Bubble's ZB-2p). More gains next to nothing.
+    """
+    kept = one_microbatch(costs, stage_ranks)
+    return (2.0 * len(kept) * max(kept),) * len(kept)
+
+
+def even_costs(layers: Sequence[LayerCost], stages: int, f: float, b: float, w: float) -> Costs:
+    """The costs of stages that all have the same F, B and W, and a share of the activations.
+
+    Messages take no time.
+    """
+    kept, stash = (
+        math.fsum(getattr(x, key) for x in layers) / stages or 1.0
+        for key in ("activation_bytes", "stash_bytes")
+    )
+    stage = StageCost(f, b, w, kept, stash - kept, -stash)
+    return Costs((stage,) * stages, (0.0,) * (stages - 1))
+
+
+def inherent_idle(replica: Replica, f: float, b: float, w: float) -> float:
+    """Returns the idle ratio of a schedule whose stages all have the same F, B and W.
+
+    The layers tell what a schedule within a memory limit keeps alive. Every rank is assumed to hold
+    the mean of the static memory.
+    """
+    layers, ranks, stage_ranks = replica.layers, replica.mesh.pipeline, replica.stage_ranks
+    costs = even_costs(layers, len(stage_ranks), f, b, w)
+    caps = roomy_caps(costs, stage_ranks)
+    if layers and replica.limits is not None:
+        aside = sum(x.static_bytes for x in layers) // ranks
+        aside += max(x.workspace_bytes for x in layers)
+        aside += reduction_bytes(layers) if replica.mesh.replicas > 1 else 0
+        least = one_microbatch(costs, stage_ranks)
+        caps = tuple(max(a, b - aside) for a, b in zip(least, replica.limits, strict=True))
+    return simulate(replica.make(costs, caps, 0), costs).idle_ratio

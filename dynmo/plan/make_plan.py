@@ -15,8 +15,14 @@ from itertools import product
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.plan.balancers import BalanceRequest, balancer
-from dynmo.plan.evaluate import Plan, PlanRequest, TooFullError, evaluate_partition, memory_needs
 from dynmo.plan.partition import Partition, exact
+from dynmo.plan.plan_request import (
+    Plan,
+    PlanRequest,
+    TooFullError,
+    evaluate_partition,
+    memory_needs,
+)
 from dynmo.plan.recompute import choose_recomputed, recompute_memory
 from dynmo.plan.stage_costs import frozen_stages
 from dynmo.plan.stage_plan import (

@@ -28,42 +28,11 @@ from dataclasses import dataclass, replace
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.errors import PartitionError
-from dynmo.plan.evaluate import Plan
+from dynmo.plan.plan_request import Plan
+from dynmo.plan.problem import Mesh
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Span
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A number of pipelines, and their microbatches.
-
-    Attributes:
-        pipeline: Number of ranks of one pipeline.
-        replicas: Number of pipelines.
-        microbatches: Microbatches of each replica.
-        micro_batch: Sequences in one microbatch.
-    """
-
-    pipeline: int
-    replicas: int
-    microbatches: int
-    micro_batch: int
-    schedule: str
-
-    @property
-    def gpus(self) -> int:
-        return self.pipeline * self.replicas
-
-    @property
-    def global_batch(self) -> int:
-        return self.replicas * self.microbatches * self.micro_batch
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches "
-            f"of {self.micro_batch} with {self.schedule}"
-        )
 
 
 @dataclass(frozen=True)

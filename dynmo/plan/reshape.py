@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.evaluate import PlanRequest, evaluate_partition
 from dynmo.plan.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.plan.mesh_search import MeshRequest, search
 from dynmo.plan.partition import Partition
+from dynmo.plan.plan_request import PlanRequest, evaluate_partition
 from dynmo.plan.trigger import Decision, worth_moving
 from dynmo.schedule.catalogue import stage_ranks_of
 

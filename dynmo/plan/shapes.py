@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.alternatives import Alternative, plan_or_suggest
-from dynmo.plan.evaluate import Plan, PlanRequest
 from dynmo.plan.make_plan import make_plan
+from dynmo.plan.plan_request import Plan, PlanRequest
 from dynmo.schedule.catalogue import AUTO, SHAPES, chunks_of, shapes_of
 
 _ALIKE = 0.01

@@ -37,11 +37,11 @@ from dynmo.cost.readings import Readings, Times
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.balancers import balancer
 from dynmo.plan.decisions import propose, weigh_move
-from dynmo.plan.evaluate import Plan, PlanRequest, evaluate_partition
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Cost, Partition, uniform
+from dynmo.plan.plan_request import Plan, PlanRequest, evaluate_partition
 from dynmo.plan.situation import Layers, Situation
 from dynmo.plan.speeds import Speeds
 from dynmo.plan.stage_costs import frozen_stages

@@ -16,8 +16,8 @@ import torch
 from dynmo.cases import CASES
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.plan.evaluate import PlanRequest
 from dynmo.plan.make_plan import make_plan
+from dynmo.plan.plan_request import PlanRequest
 
 
 def prepare() -> None:

@@ -11,8 +11,8 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.actions import Actions
-from dynmo.plan.evaluate import PlanRequest, TooFullError, evaluate_partition
 from dynmo.plan.partition import Partition
+from dynmo.plan.plan_request import PlanRequest, TooFullError, evaluate_partition
 from dynmo.plan.stage_plan import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World

@@ -14,7 +14,7 @@ from dynmo.plan.alternatives import (
     other_schedules,
     plan_or_suggest,
 )
-from dynmo.plan.evaluate import PlanRequest
+from dynmo.plan.plan_request import PlanRequest
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.plan.test_make_plan import profile, replayed
 

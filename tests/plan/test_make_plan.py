@@ -12,9 +12,9 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.balancers import BalanceRequest, balancer
-from dynmo.plan.evaluate import Plan, PlanRequest, evaluate_partition
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.partition import Partition
+from dynmo.plan.plan_request import Plan, PlanRequest, evaluate_partition
 from dynmo.plan.recompute import with_recompute
 from dynmo.plan.stage_costs import frozen_stages, pipeline_costs
 from dynmo.schedule.automatic.make import make

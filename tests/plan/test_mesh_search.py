@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
-from dynmo.plan.evaluate import PlanRequest, evaluate_partition
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.plan.mesh_search import MeshRequest, search
 from dynmo.plan.partition import Partition
+from dynmo.plan.plan_request import PlanRequest, evaluate_partition
 from dynmo.plan.recompute import with_recompute
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import rank_memory

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
-from dynmo.plan.evaluate import PlanRequest, evaluate_partition
 from dynmo.plan.mesh_plan import Mesh, add_reductions, mesh_profile
 from dynmo.plan.mesh_search import MeshRequest
 from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.plan_request import PlanRequest, evaluate_partition
 from dynmo.plan.reshape import largest_arrival, reshape
 
 

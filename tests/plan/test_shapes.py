@@ -10,11 +10,11 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.plan.decisions import ask_again, decide_move, decide_schedule, move_answer
-from dynmo.plan.evaluate import PlanRequest
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition
+from dynmo.plan.plan_request import PlanRequest
 from dynmo.plan.shapes import choose_shape
 from dynmo.plan.situation import DecisionRecord, Situation
 from dynmo.plan.stage_plan import plan_stages

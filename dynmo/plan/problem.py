@@ -1,0 +1,166 @@
+"""What is known before a plan is made, and what may be chosen.
+
+Problem                       costs of layers, ranks and links, the work of a step
+Choice                        mesh, placement, layers that are recomputed
+Problem, Choice --evaluate--> Plan: schedule, seconds, bytes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynmo.cost.layer_cost import Forecast, LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import PartitionError
+from dynmo.plan.partition import Cost, Partition
+from dynmo.plan.speeds import Speeds
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import Limit
+
+RecomputeMode = Literal["none", "auto", "all"]
+"""The layers that are recomputed: none, those that must be so that everything fits, or all.
+
+A recomputed layer keeps only its input and runs F again in B."""
+
+UNKNOWN_SIZE = 16  # samples of a microbatch if the costs do not say; it can be halved and doubled
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A number of pipelines, and their microbatches.
+
+    Attributes:
+        pipeline: Number of ranks of one pipeline.
+        replicas: Number of pipelines.
+        microbatches: Microbatches of each replica.
+        micro_batch: Sequences in one microbatch.
+    """
+
+    pipeline: int
+    replicas: int
+    microbatches: int
+    micro_batch: int
+    schedule: str
+
+    def __post_init__(self) -> None:
+        if self.pipeline < 1:
+            raise PartitionError(f"{self.pipeline} ranks; at least 1 is needed")
+
+    @property
+    def gpus(self) -> int:
+        return self.pipeline * self.replicas
+
+    @property
+    def global_batch(self) -> int:
+        return self.replicas * self.microbatches * self.micro_batch
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches "
+            f"of {self.micro_batch} with {self.schedule}"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step, and the rules that every plan of it keeps.
+
+    Attributes:
+        post_validation: Whether a step begins before the previous one is final.
+        chunks: Stages per rank. None means the schedule's own number.
+        accumulation_groups: Number of accumulation groups of the whole mesh. None: unknown. The
+            layers' pending gradients then count as always there.
+        zero: 1 if ZeRO divides the optimizer state over the replicas, else 0.
+        cost: What balancers even out.
+        seed: For your own balancer, if it chooses at random.
+        step: The next step.
+        end: The step after the last.
+    """
+
+    objective: Objective = Objective.SPAN
+    post_validation: bool = False
+    chunks: int | None = None
+    accumulation_groups: int | None = None
+    zero: int = 0
+    cost: Cost = "time"
+    seed: int = 0
+    step: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known: the same record in a run, in `dynmo plan` and in `dynmo simulate`.
+
+    Attributes:
+        profile: Costs of the layers for one microbatch, and the links between ranks.
+        memory_limit: Bytes of a rank, or of each. None means unlimited.
+        speeds: Speed of each rank of a pipeline. None: all are 1. Costs are those at speed 1.
+        bandwidth: Bytes per second between replicas. inf: sums over them take no time.
+        machines: Name of the machine of each rank. May be empty.
+        forecasts: What each dynamic case expects.
+    """
+
+    profile: Profile
+    work: Work = field(default_factory=Work)
+    memory_limit: Limit = None
+    speeds: Speeds | None = None
+    bandwidth: float = math.inf
+    machines: tuple[str, ...] = ()
+    forecasts: tuple[tuple[Forecast, ...], ...] = ()
+
+    @property
+    def layers(self) -> tuple[LayerCost, ...]:
+        return self.profile.layers
+
+    @property
+    def size(self) -> int:
+        """Samples of the microbatch that the costs are of."""
+        return self.profile.microbatch or UNKNOWN_SIZE
+
+    @property
+    def names_ranks(self) -> bool:
+        """True if something holds for some ranks only, so that their number is fixed."""
+        return self.speeds is not None or isinstance(self.memory_limit, tuple)
+
+    def mesh(self, pipeline: int, microbatches: int, schedule: str, replicas: int = 1) -> Mesh:
+        """Returns a mesh with microbatches of the measured size."""
+        return Mesh(pipeline, replicas, microbatches, self.size, schedule)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search chooses.
+
+    Attributes:
+        recomputed: Layers that run F again in B, instead of keeping their activations.
+    """
+
+    mesh: Mesh
+    partition: Partition
+    recomputed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which meshes a search may choose.
+
+    Attributes:
+        gpus: Number of ranks of all replicas.
+        batch: Samples of a step, over all replicas.
+        sizes: Samples of a microbatch to try. Empty: the measured number, its halves and doubles.
+        schedules: Names of the schedules to try. Empty: the usual ones.
+        replicas: The numbers of replicas that are allowed. Empty: any.
+        keep: Number of plans that are wanted.
+    """
+
+    gpus: int
+    batch: int
+    sizes: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
+    balancer: str = "exact"
+    recompute: RecomputeMode = "none"
+    keep: int = 10
