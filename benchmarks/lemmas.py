@@ -21,7 +21,7 @@ from benchmarks.baselines.placements import in_order, published_diffusion
 from benchmarks.output import markdown
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.diffusion import diffuse
 from dynmo.plan.partition import Partition, exact, imbalance, stage_loads, uniform
 from dynmo.plan.stage_costs import by_name, pipeline_costs

@@ -33,7 +33,7 @@ from benchmarks.harness import elapsed
 from benchmarks.output import add_number, parser_of, run, show
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import Balancer, BalanceRequest, balancer
+from dynmo.plan.balance_request import Balancer, BalanceRequest, balancer
 from dynmo.plan.chunks import chunked
 from dynmo.plan.diffusion import diffuse
 from dynmo.plan.partition import Partition, exact, stage_loads, uniform

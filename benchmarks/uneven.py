@@ -29,7 +29,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.gathering import gather
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.decisions import balance_request
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World

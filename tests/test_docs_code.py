@@ -25,7 +25,7 @@ from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
 from dynmo.plan import balancers
-from dynmo.plan.balancers import BalanceRequest
+from dynmo.plan.balance_request import BalanceRequest
 from dynmo.plan.partition import Partition
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule import generators

@@ -71,7 +71,7 @@ def first_shape(
 def check_own_rules(options: PipelineOptions) -> None:
     """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
     if options.balance.balancer.startswith("python:"):
-        from dynmo.plan.balancers import balancer
+        from dynmo.plan.balance_request import balancer
 
         balancer(options.balance.balancer)
     if options.elastic.algorithm != "fewest":

@@ -15,7 +15,7 @@ from typing import Any
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError, ScheduleError
-from dynmo.plan.balancers import BalanceRequest, balancer, is_forced
+from dynmo.plan.balance_request import BalanceRequest, balancer, is_forced
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.mesh_search import MeshRequest

@@ -40,7 +40,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_c
 from dynmo.cost.profile_file import TIMES
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.chains import rank_speeds
-from dynmo.plan.partition import Partition, imbalance
+from dynmo.plan.partition import Partition, imbalance, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
 from dynmo.schedule.automatic.make import make
@@ -88,6 +88,17 @@ class Replica:
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         return stage_ranks_of(self.mesh.schedule, self.mesh.pipeline, self.problem.work.chunks)
+
+    @cached_property
+    def current(self) -> Partition:
+        """The placement now: the profile's if it has as many stages, else an even one."""
+        profile, stages = self.problem.profile, len(self.stage_ranks)
+        known = profile.partition
+        if known is None or len(known) != stages:
+            return uniform(len(self.problem.layers), stages)
+        if profile.ranks not in (None, self.mesh.pipeline):
+            return uniform(len(self.problem.layers), stages)
+        return Partition(known)
 
     @cached_property
     def links(self) -> tuple[LinkCost, ...]:

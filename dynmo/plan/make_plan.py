@@ -14,7 +14,7 @@ from itertools import product
 
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.partition import Partition, exact
 from dynmo.plan.plan_request import (
     Plan,

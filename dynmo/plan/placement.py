@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import final
 
 import numpy as np
@@ -44,6 +45,7 @@ Bounds = tuple[int, ...]
 # Times nearer than this share count as equal, because sums in another order differ by as much. The
 # fewer bytes moved decide then.
 _SAME = 1e-9
+_TRIES = 600_000  # the most ops of the plans that are tried by their true bytes
 _STARTS = 3  # placements from which a round descends
 _ROUNDS = 3  # the most times that the schedule is made anew for the best placement
 _FITTING_ROUNDS = 6  # the same, if the memory is short
@@ -93,9 +95,8 @@ def place(
     if not plan.beyond and plan.step <= free.step:
         return plan
     for _ in range(_ROUNDS):
-        try:
-            recomputed = _chosen(replica, free)
-        except NoRoomError:
+        plans.append(recomputing(replica, free))
+        if plans[-1].beyond:
             # This placement does not fit in any way. A placement that fits with all layers
             # recomputed then gives back the layers that need not be.
             plans.append(search(every))
@@ -103,41 +104,39 @@ def place(
             if free.beyond:
                 break
             continue
-        plans.append(evaluate(problem, Choice(mesh, free.partition, recomputed)))
+        recomputed = plans[-1].recomputed
         plans.append(search(recomputed))
         nearer = search(recomputed, limited=False)
         if nearer.partition == free.partition:
             break
         free = nearer
-    if all(plan.beyond for plan in plans):
-        plans.append(search(every))
     return min(plans, key=lambda plan: plan.rank)
 
 
-def _chosen(replica: Replica, free: Plan) -> frozenset[int]:
-    """The layers to recompute for this placement and schedule.
+def recomputing(replica: Replica, free: Plan) -> Plan:
+    """Returns a plan with the same placement whose layers recompute as far as the memory wants.
 
     `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
-    top.
+    top. Not even all layers may be enough.
     """
+    problem, counts, schedule = replica.problem, free.partition.counts, free.schedule
     assert replica.limits is not None
-    counts, limits, problem = free.partition.counts, list(replica.limits), replica.problem
-    given = replica.layers, counts, free.schedule
-    chosen = choose_recomputed(*given, limits, replica.mesh.replicas)
-    for _ in range(_ROUNDS):
-        plan = replace(
-            evaluate(problem, Choice(replica.mesh, free.partition, chosen)), schedule=free.schedule
-        )
-        if not plan.beyond:
+    limits, known = list(replica.limits), (replica.layers, counts, schedule)
+    chosen, plan = frozenset(range(len(replica.layers))), free
+    for _ in range(_ROUNDS + 1):
+        with suppress(NoRoomError):
+            chosen = choose_recomputed(*known, limits, replica.mesh.replicas)
+        plan = evaluate(problem, Choice(replica.mesh, free.partition, chosen))
+        needs = replica.memory(plan.layers, free.partition, schedule)
+        counted = recompute_memory(replica.layers, chosen, counts, schedule, replica.mesh.replicas)
+        if all(need <= limit for need, limit in zip(needs, replica.limits, strict=True)):
             break
-        known = recompute_memory(replica.layers, chosen, *given[1:], replica.mesh.replicas)
-        each = zip(limits, plan.memory, known, replica.limits, strict=True)
+        each = zip(limits, needs, counted, replica.limits, strict=True)
         limits = [
             min(own - max(0, need - limit), limit - (need - told))
             for own, need, told, limit in each
         ]
-        chosen = choose_recomputed(*given, limits, replica.mesh.replicas)
-    return chosen
+    return plan
 
 
 @final
@@ -149,7 +148,7 @@ class _Search:
         self.stage_ranks, self.ranks = replica.stage_ranks, replica.mesh.pipeline
         self.stages, self.rank_of = len(self.stage_ranks), np.array(self.stage_ranks, np.int64)
         fits = current is not None and current.stages == self.stages
-        self.current = current if fits else None
+        self.current = current if fits else replica.current
         even = uniform(len(replica.layers), self.stages)
         self.even = even
         self.layers = with_recompute(replica.layers, recomputed)
@@ -208,6 +207,19 @@ class _Search:
             refused = any(x is None or x.beyond for x in list(self.judged.values())[seen:])
             if best.schedule.ops == before.schedule.ops and not (refused and best is not before):
                 break  # another round would look at the same
+        return self.nearest(best) if best.beyond else best
+
+    def nearest(self, best: Plan) -> Plan:
+        """Moves one boundary at a time, each judged by its true bytes, while they get fewer."""
+        tries = _TRIES // (3 * self.stages * self.replica.mesh.microbatches)
+        while best.beyond and tries > 0:
+            before, bounds = best, best.partition.bounds
+            for at, by in product(range(1, self.stages), (-1, 1)):
+                other = (*bounds[:at], bounds[at] + by, *bounds[at + 1 :])
+                if all(a < b for a, b in pairwise(other)):
+                    best, tries = self.better(best, other), tries - 1
+            if best is before:
+                break
         return best
 
     # -- where it starts ---------------------------------------------------------------------------

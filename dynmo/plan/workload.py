@@ -35,7 +35,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.cost.readings import Readings, Times
 from dynmo.errors import InputError, PartitionError
-from dynmo.plan.balancers import balancer
+from dynmo.plan.balance_request import balancer
 from dynmo.plan.decisions import propose, weigh_move
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.mesh_plan import Mesh

@@ -11,7 +11,7 @@ import pytest
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
-from dynmo.plan.balancers import BalanceRequest, balancer
+from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.partition import Partition
 from dynmo.plan.plan_request import Plan, PlanRequest, evaluate_partition

@@ -10,7 +10,7 @@ import pytest
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.options import find_own
-from dynmo.plan.balancers import BalanceRequest, balancer, is_forced
+from dynmo.plan.balance_request import BalanceRequest, balancer, is_forced
 from dynmo.plan.options import BALANCERS
 from dynmo.plan.partition import Partition
 from dynmo.plan.stage_costs import by_name, pipeline_costs
