@@ -16,7 +16,7 @@ from dynmo.plan.partition import Partition, exact, uniform
 from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Op, Schedule, in_order
-from dynmo.schedule.simulator import duration
+from dynmo.schedule.simulator import lane_times
 
 NODE = 4  # ranks
 
@@ -67,10 +67,11 @@ def makespan(
     costs, draw = pipeline_costs(layers, placement), random.Random(seed)
     ended: dict[Op, float] = {}
     clock = [0.0] * schedule.ranks
-    for rank, op, needs in in_order(schedule):
+    seconds = lane_times(costs)[schedule.order.rows[:, 1]].tolist()
+    for took, (rank, op, needs) in zip(seconds, in_order(schedule), strict=True):
         start = clock[rank]
         for before, boundary in needs:
             late = 0.0 if boundary is None else base[boundary] * drawn(draw, factor)
             start = max(start, ended[before] + late)
-        clock[rank] = ended[op] = start + duration(costs, op)
+        clock[rank] = ended[op] = start + took
     return max(clock)

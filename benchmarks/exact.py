@@ -80,7 +80,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     """Solves one case."""
     given = {"caps": case.caps, "first_trainable": case.first_trainable}
     auto = automatic(case.costs, case.microbatches, **given)
-    result = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
+    result = exact(auto, case.costs, caps=case.caps, seconds=seconds)
     heuristic, best = simulate(auto, case.costs).span, simulate(result.schedule, case.costs).span
     bound = lower_bound(
         case.costs, case.microbatches, case.first_trainable, Objective.SPAN, case.caps

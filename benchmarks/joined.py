@@ -133,14 +133,7 @@ def small(case: str, sequence: int, seconds: int) -> dict[str, Any]:
     layers, ranks = trace(case, SMALL["blocks"], sequence)[MOMENT], SMALL["ranks"]
     m = SMALL["times"] * ranks
     plan = _plan("v-auto", layers, ranks, m)
-    found = exact_schedule(
-        plan.costs,
-        m,
-        caps=plan.caps,
-        first_trainable=plan.schedule.first_trainable,
-        start=plan.schedule,
-        seconds=seconds,
-    )
+    found = exact_schedule(plan.schedule, plan.costs, caps=plan.caps, seconds=seconds)
     perfect = m * math.fsum(layer.seconds for layer in layers) / ranks
     return {
         "case": case,

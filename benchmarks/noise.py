@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.schedule.op import Op, Schedule, in_order
-from dynmo.schedule.simulator import duration
+from dynmo.schedule.simulator import lane_times
 
 
 class Disturbance(NamedTuple):
@@ -43,14 +43,13 @@ class Replay:
 
     def __init__(self, schedule: Schedule, costs: Costs, node: int = 8) -> None:
         self._ranks = schedule.ranks
-        self._seconds: list[float] = []
+        self._seconds = lane_times(costs)[schedule.order.rows[:, 1]].tolist()
         # The rank of each op, and the ops that it waits for with the boundary that each crosses.
         self._ops: list[tuple[int, list[tuple[int, int | None]]]] = []
         index: dict[Op, int] = {}
         ranks = schedule.stage_ranks
         for rank, op, needs in in_order(schedule):
             index[op] = len(index)
-            self._seconds.append(duration(costs, op))
             crossed = [
                 (index[before], None if b is None or ranks[b] == ranks[b + 1] else b)
                 for before, b in needs

@@ -158,13 +158,7 @@ def _prove(schedule: Schedule, request: ScheduleRequest, seconds: float) -> Exac
     if not seconds > 0:
         raise InputError(f"--exact {seconds:g}: a time limit is a number of seconds over 0")
     return exact(
-        request.costs,
-        request.microbatches,
-        caps=request.caps,
-        first_trainable=request.first_trainable,
-        objective=request.objective,
-        start=schedule,
-        seconds=seconds,
+        schedule, request.costs, caps=request.caps, objective=request.objective, seconds=seconds
     )
 
 

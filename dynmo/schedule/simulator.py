@@ -6,7 +6,6 @@ and crossed its link. Links are pure delay: a message never keeps a rank busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -87,24 +86,20 @@ class Timeline:
         return 1 - sum(self.busy) / len(self.busy) / self.span if self.span else 0.0
 
 
-def duration(costs: Costs, op: Op) -> float:
-    stage = costs.stages[op.stage]
-    return _of_kind(op.kind, stage.f, stage.b, stage.w)
+def lane_times(costs: Costs) -> Floats:
+    """The time of an op of each lane."""
+    return np.array([(s.f, s.b, s.w, s.b + s.w) for s in costs.stages], np.float64).T.ravel()
 
 
-def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
-    """Compute by how much an op changes the live memory.
+def lane_changes(costs: Costs, first_trainable: int) -> Floats:
+    """By how much an op of each lane changes the live memory.
 
     F's change counts from its start, B's and W's from their end.
     """
-    if op.stage < first_trainable:
-        return 0.0
-    stage = costs.stages[op.stage]
-    return _of_kind(op.kind, stage.mem_f, stage.mem_b, stage.mem_w)
-
-
-def _of_kind(kind: Kind, f: float, b: float, w: float) -> float:
-    return {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: b + w}[kind]
+    stages = costs.stages
+    changes = np.array([(s.mem_f, s.mem_b, s.mem_w, s.mem_b + s.mem_w) for s in stages], np.float64)
+    changes[:first_trainable] = 0.0
+    return changes.T.ravel()
 
 
 def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) -> Timeline:
@@ -133,7 +128,7 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
     ranks = np.array(schedule.stage_ranks, np.int64)
     wraps = (ranks == schedule.ranks - 1) & (np.roll(ranks, -1) == 0)
     delay[1:, (graph.boundary >= 0) & wraps[graph.boundary]] = -np.inf
-    took = _by_lane(duration, costs)
+    took = lane_times(costs)
     started, ended = np.empty((2, len(order.rows)))
     run_clocks(order.rows, delay, took, started, ended)
     start, end = np.empty_like(started), np.empty_like(ended)
@@ -150,21 +145,12 @@ def _by_rank(schedule: Schedule, of_ops: Floats) -> list[Floats]:
     return np.split(of_ops, list(accumulate(map(len, schedule.ops)))[:-1])
 
 
-def _by_lane(value: Callable[[Costs, Op], float], costs: Costs) -> Floats:
-    stages = range(len(costs.stages))
-    return np.array([value(costs, Op(kind, s, 0)) for kind in Kind for s in stages], np.float64)
-
-
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Compute the most memory that is live at once on each rank, in the costs' unit.
 
     The result depends on the order of the ops alone, not on their times.
     """
-
-    def change(costs: Costs, op: Op) -> float:
-        return memory_change(costs, op, schedule.first_trainable)
-
-    changes = _by_lane(change, costs)[schedule.order.lanes]
+    changes = lane_changes(costs, schedule.first_trainable)[schedule.order.lanes]
     live = map(np.cumsum, _by_rank(schedule, changes))
     return tuple(float(each.max(initial=0.0)) for each in live)
 

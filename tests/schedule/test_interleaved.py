@@ -19,7 +19,7 @@ from dynmo.schedule.op import (
     to_text,
     validate,
 )
-from dynmo.schedule.simulator import duration, peak_memory, simulate
+from dynmo.schedule.simulator import peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, times_of
 
 # The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and
@@ -42,7 +42,9 @@ def published_span(schedule: Schedule, costs: Costs) -> float:
             elif (boundary + 1) % p or op.microbatch % p == 0:
                 start = max(start, ended[before] + costs.links[boundary])
         began[rank] = start if began[rank] < 0 else began[rank]
-        free[rank] = ended[op] = start + duration(costs, op)
+        stage = costs.stages[op.stage]
+        took = stage.f if op.kind is Kind.F else stage.b + stage.w
+        free[rank] = ended[op] = start + took
     return max(end - start for end, start in zip(free, began, strict=True))
 
 

@@ -2,8 +2,8 @@
 
 OR-tools is the optional extra `exact`. Every F, B and W is an interval of time on its rank. Every
 pair of ops on one rank whose order is open has a yes/no variable `before`. The proof is fast
-because these pairs are few. Each kind runs in microbatch order, and one microbatch runs F's down
-and B's up the pipeline. Only these pairs of one stage are therefore open, for j < i:
+because these pairs are few: the graph of what waits for what settles all others. On one stage only
+these pairs are open, for j < i:
 
     B(j) or F(i) first      W(j) or F(i) first      W(j) or B(i) first
 
@@ -17,22 +17,25 @@ B(0..) and W(0..) come before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import chain, combinations
 from math import ceil, floor, gcd, isfinite, lcm
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError, not_installed
-from dynmo.schedule.automatic.zero_bubble import automatic
-from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
-from dynmo.schedule.simulator import duration, memory_change, peak_memory, simulate
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.graph import delays
+from dynmo.schedule.op import Kind, Op, Schedule, validate
+from dynmo.schedule.simulator import lane_changes, lane_times, peak_memory, simulate
 
 if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
+    from ortools.sat.python.cp_model import Constraint, IntVar
     from ortools.sat.python.cp_model_helper import Literal
 
 PROVEN = 1e-4
@@ -62,13 +65,11 @@ class Exact:
 
 
 def exact(
+    start: Schedule,
     costs: Costs,
-    microbatches: int,
     *,
     caps: Sequence[float] | None = None,
-    first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
-    start: Schedule | None = None,
     seconds: float = 5.0,
     workers: int = 2,
 ) -> Exact:
@@ -83,115 +84,67 @@ def exact(
     and links. A rank's own span leaves out its lead, and that lead is in every chain that gets
     there. A bound proven for the rounded times therefore holds for the true ones. It is less than
     the true times would give by at most a tick, 1e-7 of the length, for each op and link of a
-    chain. The larger of this bound and `lower_bound` is returned. A schedule's own length is always
-    simulated with the true costs.
+    chain. The larger of this bound and `lower_bound_on` is returned. A schedule's own length is
+    always simulated with the true costs.
 
     Args:
+        start: A schedule that the result is never longer than. It gives the placement, too. The
+            first stages must lie one on each rank.
         costs: Costs of each stage.
-        microbatches: Microbatches of a step.
         caps: Most live memory of each rank, in the costs' unit. None means unlimited.
-        first_trainable: The stages before this one run F only.
         objective: Whether the span or the makespan counts.
-        start: A schedule that the result is never longer than. It also gives the placement, with
-            one stage per rank or several. The first stages must lie one on each rank. None takes
-            the schedule of `automatic`.
         seconds: Time limit of the search.
         workers: Number of threads of the solver.
 
     Raises:
-        ScheduleError: The solver is needed and missing, `start` is for another case or over a cap,
-            or a cap admits no schedule at all.
+        ScheduleError: The solver is needed and missing, or `start` cannot run or is over a cap.
     """
     began = time.perf_counter()
-    if start is None:
-        schedule = automatic(
-            costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective
-        )
-        start = replace(schedule, name="exact")
-    _check_start(start, costs, microbatches, caps, first_trainable)
-    known = start.stage_ranks == tuple(range(start.ranks))
-    length = _length(start, costs, objective)
-    bound = (
-        lower_bound(costs, microbatches, first_trainable, objective, caps)
-        if known
-        else _busiest(start, costs)
+    _check(start, costs, caps)
+    best, length = start, simulate(start, costs).length(objective)
+    bound = lower_bound_on(
+        start.stage_ranks, costs, start.microbatches, start.first_trainable, objective, caps
     )
-    best = start
     apart = _split(start)
-    if length > bound * (1 + 1e-9) and _fits(apart, costs, caps):
+    # About (3m)^2 / 6 pairs of one stage's 3m ops are open.
+    small = sum(len(row) ** 2 for row in apart.ops) // 6 <= LARGEST
+    if length > bound * (1 + 1e-9) and small and _over(apart, costs, caps) is None:
         model = _Model(apart, costs, caps, objective, bound)
-        if model.open_pairs <= LARGEST:
-            solution, proven = model.solve(
-                max(0.0, seconds - (time.perf_counter() - began)), workers
-            )
-            bound = max(bound, proven)
-            if (
-                solution is not None
-                and _length(solution, costs, objective) < length
-                and _fits(solution, costs, caps)
-            ):
-                best, length = solution, _length(solution, costs, objective)
+        found, proven = model.solve(seconds - (time.perf_counter() - began), workers)
+        bound = max(bound, proven)
+        if found is not None and _over(found, costs, caps) is None:
+            best = min(best, found, key=lambda made: simulate(made, costs).length(objective))
+            length = simulate(best, costs).length(objective)
     bound = min(bound, length)
     return Exact(best, bound, length <= bound * (1 + PROVEN), time.perf_counter() - began)
 
 
-# -- the case --------------------------------------------------------------------------------------
-
-
-def _length(schedule: Schedule, costs: Costs, objective: Objective) -> float:
-    return simulate(schedule, costs).length(objective)
-
-
-def _over(live: float, cap: float) -> bool:
-    """Return whether `live` is over the cap. Sums of floats may end a little over it."""
-    return not live <= cap * (1 + 1e-9)
-
-
-def _fits(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> bool:
-    return caps is None or not any(map(_over, peak_memory(schedule, costs), caps))
-
-
-def _busiest(schedule: Schedule, costs: Costs) -> float:
-    """Return the work of the busiest rank, a bound for ranks with several stages."""
-    return max(sum(duration(costs, op) for op in row) for row in schedule.ops)
-
-
-def _check_start(
-    start: Schedule,
-    costs: Costs,
-    microbatches: int,
-    caps: Sequence[float] | None,
-    first_trainable: int,
-) -> None:
-    if (start.microbatches, start.first_trainable) != (microbatches, first_trainable):
-        raise ScheduleError(
-            f"start {start.name!r} has {start.microbatches} microbatches and first trainable "
-            f"stage {start.first_trainable}; "
-            f"asked for are {microbatches} and {first_trainable}"
-        )
-    if start.stages != len(costs.stages):
-        raise ScheduleError(
-            f"start {start.name!r} has {start.stages} stages, but costs are given for "
-            f"{len(costs.stages)}"
-        )
+def _check(start: Schedule, costs: Costs, caps: Sequence[float] | None) -> None:
     validate(start)
     if set(start.stage_ranks[: start.ranks]) != set(range(start.ranks)):
         raise ScheduleError(
             f"start {start.name!r} has placement {start.stage_ranks}; the first {start.ranks} "
             "stages must lie one on each rank"
         )
-    if caps is None:
-        return
-    if len(caps) != start.ranks:
+    if caps is not None and len(caps) != start.ranks:
         raise ScheduleError(
             f"{len(caps)} memory limits for {start.ranks} ranks; give one per rank (inf: none)"
         )
-    for rank, (peak, cap) in enumerate(zip(peak_memory(start, costs), caps, strict=True)):
-        if _over(peak, cap):
-            raise ScheduleError(
-                f"start {start.name!r} holds {peak:g} on rank {rank}, over its cap of {cap:g}; "
-                "give a start that fits, or none"
-            )
+    if (over := _over(start, costs, caps)) is not None:
+        rank, peak, cap = over
+        raise ScheduleError(
+            f"start {start.name!r} holds {peak:g} on rank {rank}, over its cap of {cap:g}; give a "
+            "start that fits"
+        )
+
+
+def _over(
+    schedule: Schedule, costs: Costs, caps: Sequence[float] | None
+) -> tuple[int, float, float] | None:
+    """Return the first rank over its cap, its peak and the cap."""
+    # Sums of floats may end a little over it.
+    peaks = zip(range(schedule.ranks), peak_memory(schedule, costs), caps or (), strict=False)
+    return next((each for each in peaks if not each[1] <= each[2] * (1 + 1e-9)), None)
 
 
 def _split(schedule: Schedule) -> Schedule:
@@ -205,9 +158,6 @@ def _split(schedule: Schedule) -> Schedule:
     )
 
 
-# -- whole numbers ---------------------------------------------------------------------------------
-
-
 def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:
     """Choose how many ticks a unit has: whole numbers for all values, if `most` allows it."""
     given = [Fraction(str(value)) for value in values if value]
@@ -216,44 +166,15 @@ def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:
     return scale if Fraction(whole) * scale <= most else Fraction(most) / Fraction(whole)
 
 
-def _times(costs: Costs) -> Iterator[float]:
-    for stage in costs.stages:
-        yield from (stage.f, stage.b, stage.w)
-    yield from costs.links
-
-
-def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
-    """Return the costs with times in whole ticks, rounded down."""
-
-    def ticks(value: float) -> int:
-        return floor(Fraction(str(value)) * scale)
-
-    stages = (replace(c, f=ticks(c.f), b=ticks(c.b), w=ticks(c.w)) for c in costs.stages)
-    return Costs(tuple(stages), tuple(map(ticks, costs.links)))
-
-
-# -- the model -------------------------------------------------------------------------------------
-
-
-def _settled(x: Op, y: Op) -> bool:
-    """Return whether x comes before y on their rank in every schedule, by all dependencies."""
-    if x == y or x.microbatch > y.microbatch:
-        return False
-    match x.kind, y.kind:
-        case Kind.F, Kind.F:
-            return x.stage <= y.stage
-        case Kind.F, _:
-            return True
-        case (Kind.B, Kind.B) | (Kind.B, Kind.W):
-            return x.stage >= y.stage
-        case Kind.W, Kind.W:
-            return x.stage == y.stage
-        case _:
-            return False
+def _floor(values: Iterable[float], scale: Fraction) -> list[int]:
+    return [floor(Fraction(str(value)) * scale) for value in values]
 
 
 class _Model:
-    """The CP-SAT model in whole ticks, with B and W apart. `start` is the hint and the longest."""
+    """The CP-SAT model in whole ticks, with B and W apart. `start` is the hint and the longest.
+
+    Ops have the numbers of their rows in the start's `order`.
+    """
 
     def __init__(
         self,
@@ -263,22 +184,116 @@ class _Model:
         objective: Objective,
         bound: float,
     ) -> None:
-        self.start, self.costs, self.objective = start, costs, objective
-        self.caps = caps
-        self.scale = _scale(_times(costs), _length(start, costs, objective), TICKS)
-        self.ticks = _in_ticks(costs, self.scale)
-        self.least = bound
-        # About (3m)^2 / 6 pairs of one stage's 3m ops are open.
-        self.open_pairs = sum(len(row) ** 2 for row in start.ops) // 6
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError:
+            raise ScheduleError(f"exact schedules: {not_installed('ortools')}") from None
+        self.start = start
+        self.cp = cp_model
+        self.model = cp_model.CpModel()
+        times = [x for stage in costs.stages for x in (stage.f, stage.b, stage.w)]
+        whole = simulate(start, costs).length(objective)
+        self.scale = _scale([*times, *costs.links], whole, TICKS)
+        stages = (StageCost(*_floor((x.f, x.b, x.w), self.scale)) for x in costs.stages)
+        ticks = Costs(tuple(stages), tuple(_floor(costs.links, self.scale)))
+        timeline = simulate(start, ticks)
+        longest = int(timeline.length(objective))
+        least = floor(Fraction(bound) * self.scale * (1 - Fraction(1, 10**9)))
+        length = self.model.new_int_var(min(longest, least), longest, "length")
+        self.model.add_hint(length, longest)
+        self.lanes = start.order.rows[:, 1].tolist()
+        self.took = lane_times(ticks).astype(int)[self.lanes].tolist()
+        hint = np.concatenate(timeline.starts)[start.order.at].astype(int).tolist()
+        self.own: list[list[int]] = [[] for _ in start.ops]
+        for x, rank in enumerate(start.order.rows[:, 0].tolist()):
+            self.own[rank].append(x)
+        self.at: dict[int, IntVar] = {}
+        for row in self.own:
+            # A rank's first op is the F of microbatch 0 on its first stage. It has the same time in
+            # every schedule, because it follows only such first F's.
+            opening = hint[row[0]]
+            since = opening if objective is Objective.SPAN else 0
+            for x in row:
+                latest = opening if x == row[0] else since + longest - self.took[x]
+                self.at[x] = self.model.new_int_var(opening, latest, "")
+                self.model.add_hint(self.at[x], hint[x])
+                self.model.add(length >= self.at[x] + self.took[x] - since)
+        self._wait(ticks)
+        self.before: dict[tuple[int, int], Literal] = {}
+        for rank, row in enumerate(self.own):
+            self._one_at_a_time(row)
+            if caps is not None and isfinite(caps[rank]):
+                self._memory(row, costs, caps[rank])
+        self.model.minimize(length)
+
+    def _after(self, x: int, y: int, delay: int = 0) -> Constraint:
+        return self.model.add(self.at[y] >= self.at[x] + self.took[x] + delay)
+
+    def _wait(self, ticks: Costs) -> None:
+        """Model the graph, and note which ops come before which in every schedule."""
+        rows = self.start.order.rows
+        delay = delays(self.start.graph, ticks.links).astype(int)
+        self.settled = np.zeros((len(rows), len(rows)), bool)
+        latest: dict[int, int] = {}
+        for y, (_, lane, _, *needs) in enumerate(rows.tolist()):
+            waits = [(x, int(delay[lane, k])) for k, x in enumerate(needs) if x >= 0]
+            if lane in latest:  # a lane's microbatches come in order
+                waits.append((latest[lane], 0))
+            latest[lane] = y
+            for x, link in waits:
+                self._after(x, y, link)
+                self.settled[x, y] = True
+                self.settled[:, y] |= self.settled[:, x]
+
+    def _one_at_a_time(self, row: Sequence[int]) -> None:
+        """Model the order of a rank's ops, without circles, and its effect on the times."""
+        model, before = self.model, self.before
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(self.at[x], self.took[x], "") for x in row
+        )
+        for x, y in combinations(row, 2):  # in the order of the hint
+            if not self.settled[x, y]:
+                before[x, y] = model.new_bool_var("")
+                before[y, x] = ~before[x, y]
+                model.add_hint(before[x, y], True)
+                self._after(x, y).only_enforce_if(before[x, y])
+                self._after(y, x).only_enforce_if(before[y, x])
+        # Settled pairs: x is just before y, and therefore before every op that y is before.
+        settled = self.settled[np.ix_(row, row)]
+        for pair in np.argwhere(settled & ~(settled @ settled)):
+            x, y = (row[int(i)] for i in pair)
+            self._after(x, y)
+            for z in row:
+                if (x, z) in before and (y, z) in before:
+                    model.add_implication(before[y, z], before[x, z])
+        # Triples of ops that are open to each other: x before y before z means x before z.
+        for x, y, z in combinations(row, 3):
+            if (x, y) in before and (y, z) in before and (x, z) in before:
+                model.add_bool_or(~before[x, y], ~before[y, z], before[x, z])
+                model.add_bool_or(before[x, y], before[y, z], ~before[x, z])
+
+    def _is_before(self, x: int, y: int) -> Literal | bool:
+        return self.before[x, y] if (x, y) in self.before else bool(self.settled[x, y])
+
+    def _memory(self, row: Sequence[int], costs: Costs, cap: float) -> None:
+        """Keep the sum of `peak_memory` under the cap, in whole parts of a unit.
+
+        Changes are rounded down if there is no common part: the schedule found is checked again.
+        """
+        changes = lane_changes(costs, self.start.first_trainable)[self.lanes]
+        scale = _scale(changes[row].tolist(), cap or 1.0, 10**12)
+        parts = _floor(changes.tolist(), scale)
+        room = floor(Fraction(cap) * (1 + Fraction(1, 10**9)) * scale)
+        for x in row:
+            if changes[x] > 0:
+                held = sum(parts[y] * self._is_before(y, x) for y in row if y != x)
+                self.model.add(held <= room - parts[x])
 
     def solve(self, seconds: float, workers: int) -> tuple[Schedule | None, float]:
         """Return the best schedule found, if any, and the proven bound in the costs' unit."""
-        cp = _solver()
-        began = time.perf_counter()
-        self.model = cp.CpModel()
-        self._build()
+        cp = self.cp
         solver = cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.0, seconds - (time.perf_counter() - began))
+        solver.parameters.max_time_in_seconds = max(0.0, seconds)
         solver.parameters.num_workers = workers
         # The last ticks of a rounded time are not worth the search.
         solver.parameters.relative_gap_limit = 1e-6
@@ -288,161 +303,13 @@ class _Model:
         bound = float(ceil(proven - 1e-6) / self.scale) if isfinite(proven) else 0.0
         if status == cp.UNKNOWN:
             return None, bound
+        ops = tuple(chain.from_iterable(self.start.ops))
         rows: list[tuple[Op, ...]] = []
-        for row in self.start.ops:
-            ahead = dict.fromkeys(row, 0)
-            for x, y in combinations(row, 2):
-                first = self._is_before(x, y)
-                if not isinstance(first, bool):
-                    first = solver.boolean_value(first)
-                ahead[y if first else x] += 1
-            rows.append(tuple(sorted(row, key=ahead.__getitem__)))
+        for row in self.own:
+            ahead = {
+                y: sum(solver.boolean_value(self._is_before(x, y)) for x in row if x != y)
+                for y in row
+            }
+            at = self.start.order.at[sorted(row, key=ahead.__getitem__)]
+            rows.append(tuple(ops[int(i)] for i in at))
         return replace(self.start, ops=tuple(rows)), bound
-
-    def _is_before(self, x: Op, y: Op) -> Literal | bool:
-        if _settled(x, y):
-            return True
-        if _settled(y, x):
-            return False
-        return self.before[x, y]
-
-    def _build(self) -> None:
-        model, start, ticks = self.model, self.start, self.ticks
-        timeline = simulate(start, ticks)
-        hint = {span.op: int(span.start) for row in timeline.ranks for span in row}
-        longest = int(timeline.length(self.objective))
-        # A rank's first op is the F of microbatch 0 on its first stage. It has the same time in
-        # every schedule, because it follows only such first F's.
-        opening = [int(row[0].start) for row in timeline.ranks]
-        length = model.new_int_var(
-            min(longest, floor(Fraction(self.least) * self.scale * (1 - Fraction(1, 10**9)))),
-            longest,
-            "length",
-        )
-        model.add_hint(length, longest)
-        self.at: dict[Op, cp_model.IntVar] = {}
-        self.before: dict[tuple[Op, Op], Literal] = {}
-        self.took = {op: int(duration(ticks, op)) for row in start.ops for op in row}
-        for rank, row in enumerate(start.ops):
-            since = opening[rank] if self.objective is Objective.SPAN else 0
-            for index, op in enumerate(row):
-                self.at[op] = model.new_int_var(
-                    opening[rank],
-                    opening[rank] if index == 0 else since + longest - self.took[op],
-                    "",
-                )
-                model.add_hint(self.at[op], hint[op])
-                model.add(length >= self.at[op] + self.took[op] - since)
-            self._one_at_a_time(row)
-            if self.caps is not None and isfinite(self.caps[rank]):
-                self._memory(row, self.caps[rank])
-        for row in start.ops:
-            for op in row:
-                for needed, boundary in dependencies(start, op):
-                    crosses = (
-                        boundary is not None
-                        and start.stage_ranks[boundary] != start.stage_ranks[boundary + 1]
-                    )
-                    link = int(ticks.links[boundary]) if boundary is not None and crosses else 0
-                    model.add(self.at[op] >= self.at[needed] + self.took[needed] + link)
-        model.minimize(length)
-
-    def _one_at_a_time(self, row: Sequence[Op]) -> None:
-        """Model the order of a rank's ops, without circles, and its effect on the times."""
-        model = self.model
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row
-        )
-        place = {op: index for index, op in enumerate(row)}
-        open_to: dict[Op, dict[Op, None]] = {op: {} for op in row}  # as a set that keeps its order
-        for x, y in combinations(row, 2):  # in the order of the hint
-            if _settled(x, y):
-                continue
-            first = model.new_bool_var("")
-            model.add_hint(first, True)
-            self.before[x, y], self.before[y, x] = first, ~first
-            open_to[x][y] = open_to[y][x] = None
-            model.add(self.at[y] >= self.at[x] + self.took[x]).only_enforce_if(first)
-            model.add(self.at[x] >= self.at[y] + self.took[y]).only_enforce_if(~first)
-        # Settled pairs: x is before y, and therefore before every op that y is before.
-        for y in row:
-            for x in self._just_before(y):
-                model.add(self.at[y] >= self.at[x] + self.took[x])
-                for z in open_to[x]:
-                    if z in open_to[y]:
-                        model.add_implication(self.before[y, z], self.before[x, z])
-        # Triples of ops that are open to each other: x before y before z means x before z.
-        later = {op: [other for other in open_to[op] if place[other] > place[op]] for op in row}
-        for x in row:
-            for y, z in ((one, other) for one in later[x] for other in later[one]):
-                if z in open_to[x]:
-                    model.add_bool_or(~self.before[x, y], ~self.before[y, z], self.before[x, z])
-                    model.add_bool_or(self.before[x, y], self.before[y, z], ~self.before[x, z])
-
-    def _just_before(self, op: Op) -> Iterator[Op]:
-        """List the ops on the same rank that are settled to come just before `op`."""
-        own = self.start.stages_of(self.start.stage_ranks[op.stage])
-        trained = [s for s in own if s >= self.start.first_trainable]
-        if op.microbatch:
-            yield op._replace(microbatch=op.microbatch - 1)
-        match op.kind:
-            case Kind.F:
-                yield from (Op(Kind.F, s, op.microbatch) for s, t in pairwise(own) if t == op.stage)
-            case Kind.B:
-                yield from (
-                    Op(Kind.B, t, op.microbatch) for s, t in pairwise(trained) if s == op.stage
-                )
-                yield Op(Kind.F, own[-1], op.microbatch)
-            case _:
-                yield Op(Kind.B, op.stage, op.microbatch)
-
-    def _memory(self, row: Sequence[Op], cap: float) -> None:
-        """Keep the sum of `peak_memory` under the cap."""
-        stages = {op.stage for op in row}
-        stage = self.costs.stages[row[0].stage]
-        if len(stages) == 1 and stage.mem_b <= 0 and stage.mem_w <= 0:
-            if row[0].stage >= self.start.first_trainable:
-                self._few_enough(row[0].stage, stage, cap)
-            return
-        # In whole parts of a unit. Changes are rounded down if there is no common part: the
-        # schedule found is checked again.
-        changes = {op: memory_change(self.costs, op, self.start.first_trainable) for op in row}
-        scale = _scale(changes.values(), cap or 1.0, 10**12)
-        parts = {op: floor(Fraction(str(change)) * scale) for op, change in changes.items()}
-        room = floor(Fraction(cap) * (1 + Fraction(1, 10**9)) * scale)
-        for x in row:
-            if changes[x] > 0:
-                self.model.add(
-                    sum(parts[y] * self._is_before(y, x) for y in row if y != x) <= room - parts[x]
-                )
-
-    def _few_enough(self, stage: int, cost: StageCost, cap: float) -> None:
-        """Keep the memory of a rank with one stage under the cap.
-
-        When F(i) starts with `y` B's done, so many W's must be done that i + 1 microbatches fit.
-        """
-        m = self.start.microbatches
-        for i in range(m):
-            for y in range(i + 1):
-                needed = 0
-                while needed <= y and _over(
-                    (i + 1) * cost.mem_f + y * cost.mem_b + needed * cost.mem_w, cap
-                ):
-                    needed += 1
-                if not needed:
-                    break
-                forward = Op(Kind.F, stage, i)
-                enough: list[Literal | bool] = []
-                if y < i:
-                    enough.append(self._is_before(Op(Kind.B, stage, y), forward))
-                if needed <= y:
-                    enough.append(self._is_before(Op(Kind.W, stage, needed - 1), forward))
-                self.model.add_bool_or(enough)
-
-
-def _solver():  # the module's type is OR-tools' own
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise ScheduleError(f"exact schedules: {not_installed('ortools')}") from None
-    return cp_model
