@@ -24,7 +24,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.partition import Partition, exact, stage_loads
-from tests.plan.test_balancers import REQUEST, limited
+from tests.plan.test_balance_request import REQUEST, limited
 from tests.plan.test_diffusion import cases, many
 
 NAMES = (
