@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
-    from dynmo.plan.mesh_plan import MeshPlan
-    from dynmo.plan.mesh_search import MeshRequest, MeshSearchResult
+    from dynmo.plan.best import Found
+    from dynmo.plan.evaluate import Plan
+    from dynmo.plan.problem import Allowed, Problem
 
 
-def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
-    """Returns the request of a mesh search."""
-    from dynmo.plan.mesh_search import MeshRequest
+def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
+    """Returns what is known, and the meshes that a search may choose."""
+    from dynmo.plan.problem import Allowed, Problem, Work
 
     assert options.gpus is not None
     assert options.global_batch is not None
@@ -46,19 +47,15 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
             "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, "
             "... (one per layer)"
         )
-    return MeshRequest(
-        profile,
+    work = Work(options.objective, chunks=options.chunks, zero=options.zero or 0)
+    problem = Problem(profile, work, memory_limit, bandwidth=_bandwidth(options.bandwidth, profile))
+    return problem, Allowed(
         options.gpus,
         options.global_batch,
         _sizes(options.micro_batch),
         _schedules(options.schedule),
-        options.balancer or "exact",
-        options.chunks,
-        memory_limit,
-        options.zero or 0,
-        _bandwidth(options.bandwidth, profile),
-        options.recompute_mode(),
-        options.objective,
+        balancer=options.balancer or "exact",
+        recompute=options.recompute_mode(),
     )
 
 
@@ -99,63 +96,64 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
         ) from None
 
 
-def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
+def run(problem: Problem, allowed: Allowed, as_json: bool, exports: list[str]) -> None:
     """Searches a mesh and prints the result."""
-    from dynmo.plan.mesh_search import search
+    from dynmo.plan.best import search
 
     began = time.perf_counter()
     with waiting(as_json, "meshes ..."):
-        result = search(request)
+        result = search(problem, allowed)
     seconds = time.perf_counter() - began
     if as_json:
-        print(json.dumps(to_json(request, result, seconds), allow_nan=False))
+        print(json.dumps(to_json(allowed, result, seconds), allow_nan=False))
         return
     from dynmo.cli.console import console_for_tables
 
-    console, best = console_for_tables(), result.candidates[0]
-    _print_best(request, best)
+    console, best = console_for_tables(), result.plans[0]
+    _print_best(allowed, best)
     print()
-    for line in picture(best.plan):
+    for line in picture(best):
         console.print(line, soft_wrap=True)
     print()
     console.print(_candidates(result))
     _print_others(result)
     for name in exports:
-        print_export(name, best.plan)
+        print_export(name, best)
     print(f"searched in {show_time(seconds)}")
 
 
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> dict[str, Any]:
+def to_json(allowed: Allowed, result: Found, seconds: float) -> dict[str, Any]:
     """Returns the result as JSON.
 
     It has the keys of `dynmo plan` for one replica of the best mesh. Further keys are `mesh`,
     `candidates` (the best first) and `refused`.
     """
-    best = result.candidates[0]
-    return plan_json(best.plan, seconds) | {
+    best = result.plans[0]
+    known = best.problem
+    return plan_json(best, allowed.balancer, seconds) | {
         "alternatives": {},
-        "gpus": request.gpus,
-        "global_batch": request.global_batch,
-        "zero": request.zero,
-        "bandwidth": request.bandwidth if math.isfinite(request.bandwidth) else None,
-        "mesh": _mesh(best),
-        "candidates": [_mesh(candidate) for candidate in result.candidates],
+        "gpus": allowed.gpus,
+        "global_batch": allowed.batch,
+        "zero": known.work.zero,
+        "bandwidth": known.bandwidth if math.isfinite(known.bandwidth) else None,
+        "mesh": _mesh(best, allowed.balancer),
+        "candidates": [_mesh(candidate, allowed.balancer) for candidate in result.plans],
         "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in result.refused],
         "slower": result.slower,
     }
 
 
-def _mesh(candidate: MeshPlan) -> dict[str, Any]:
+def _mesh(candidate: Plan, balancer: str) -> dict[str, Any]:
     """Returns a mesh as JSON.
 
     `step_seconds` includes the `exposed` seconds of reductions.
     """
-    timeline = candidate.plan.timeline
+    timeline = candidate.timeline
     return vars(candidate.mesh) | {
-        "balancer": candidate.plan.request.balancer,
+        "balancer": balancer,
         "step_seconds": candidate.seconds,
         "exposed": candidate.exposed,
         "samples_per_second": candidate.samples_per_second
@@ -164,19 +162,19 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
         "bubble_ratio": timeline.bubble_ratio,
         "idle_ratio": timeline.idle_ratio,
         "memory": candidate.memory,
-        "partition": candidate.plan.partition.counts,
-        "recompute": sorted(candidate.plan.request.recomputed),
+        "partition": candidate.partition.counts,
+        "recompute": sorted(candidate.recomputed),
     }
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _print_best(request: MeshRequest, best: MeshPlan) -> None:
-    zero = ", optimizer state divided over the replicas (ZeRO-1)" if request.zero else ""
+def _print_best(allowed: Allowed, best: Plan) -> None:
+    zero = ", optimizer state divided over the replicas (ZeRO-1)" if best.problem.work.zero else ""
     print(
-        f"{request.gpus} GPUs, a global batch of {request.global_batch}"
-        f"{limit_text(request.memory_limit)}{zero}"
+        f"{allowed.gpus} GPUs, a global batch of {allowed.batch}"
+        f"{limit_text(best.problem.memory_limit)}{zero}"
     )
     rate = (
         f"{best.samples_per_second:,.4g} sequences a second"
@@ -187,32 +185,32 @@ def _print_best(request: MeshRequest, best: MeshPlan) -> None:
         f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
     )
     print(
-        f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of "
+        f"best: {best.mesh}, placed by {allowed.balancer}: a step of "
         f"{show_time(best.seconds)}{exposed}; {rate}"
     )
-    if math.isinf(request.bandwidth):
+    if math.isinf(best.problem.bandwidth):
         print(
             "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says "
             "how fast it is"
         )
-    if best.plan.request.recomputed:
-        names = [best.plan.request.profile.names[i] for i in sorted(best.plan.request.recomputed)]
+    if best.recomputed:
+        names = [best.problem.profile.names[i] for i in sorted(best.recomputed)]
         print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}")
 
 
-def _candidates(result: MeshSearchResult) -> Table:
+def _candidates(result: Found) -> Table:
     from rich.table import Table
 
-    best = result.candidates[0]
-    sizes = any(any(x.memory) for x in result.candidates)
-    recomputes = any(x.plan.request.recomputed for x in result.candidates)
+    best = result.plans[0]
+    sizes = any(any(x.memory) for x in result.plans)
+    recomputes = any(x.recomputed for x in result.plans)
     table = Table(title="candidates", title_justify="left")
     headings = ["ranks", "replicas", "microbatches", "of", "schedule", "step", "against best"]
     headings += ["exposed", "bubble", *["memory"] * sizes, *["recomputed"] * recomputes]
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     table.add_column("layers", overflow="fold")
-    for x in result.candidates:
+    for x in result.plans:
         mesh = x.mesh
         table.add_row(
             str(mesh.pipeline),
@@ -223,10 +221,10 @@ def _candidates(result: MeshSearchResult) -> Table:
             show_time(x.seconds),
             f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-",
             show_time(x.exposed),
-            f"{x.bubble:.1%}",
+            f"{x.timeline.bubble_ratio:.1%}",
             *[show_size(max(x.memory))] * sizes,
-            *[str(len(x.plan.request.recomputed))] * recomputes,
-            "+".join(map(str, x.plan.partition.counts)),
+            *[str(len(x.recomputed))] * recomputes,
+            "+".join(map(str, x.partition.counts)),
         )
     return table
 
@@ -234,7 +232,7 @@ def _candidates(result: MeshSearchResult) -> Table:
 _WHY = ("memory", "does not divide", "need at least")
 
 
-def _print_others(result: MeshSearchResult) -> None:
+def _print_others(result: Found) -> None:
     """Prints why other meshes are refused, with number and nearest mesh per reason."""
     if result.slower:
         print(f"{result.slower} more are slower")

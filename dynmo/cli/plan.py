@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.alternatives import Alternative
-    from dynmo.plan.plan_request import Plan, PlanRequest
+    from dynmo.plan.evaluate import Plan
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -53,71 +53,47 @@ def plan(options: PlanOptions) -> None:
     profile = read(costs)
     options.check_combination()
     if tolerance is not None:
-        fewest.run(fewest.request_of(options, profile), tolerance, options.as_json)
+        fewest.run(*fewest.asked(options, profile), tolerance, options.as_json)
     elif options.gpus is not None:
-        mesh.run(mesh.request_of(options, profile), options.as_json, options.exports())
+        mesh.run(*mesh.asked(options, profile), options.as_json, options.exports())
     else:
         _plan_pipeline(options, profile)
 
 
 def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     """Plans one pipeline of given ranks and microbatches, and prints the plan."""
-    from dynmo.plan.alternatives import plan_or_suggest
-    from dynmo.plan.plan_request import PlanRequest
+    from dynmo.plan.alternatives import alternatives, choose_schedule, plan_or_suggest
+    from dynmo.plan.evaluate import Replica
+    from dynmo.plan.problem import Allowed, Problem, Work
 
     ranks, microbatches = options.pipeline(profile)
-    request = PlanRequest(
-        profile,
-        ranks,
-        microbatches,
-        options.schedule_of(profile),
-        options.balancer or "exact",
-        options.chunks,
-        options.memory_limits(ranks),
-        options.objective,
-        cost=options.balanced_cost(),
-        recompute=options.recompute_mode(),
-        speeds=options.rank_speeds(ranks),
-    )
-    began, shapes = time.perf_counter(), None
-    if request.schedule == AUTO:
-        from dynmo.plan.shapes import choose_shape
-
-        choice = choose_shape(request)
-        best, shapes = choice.plan, choice.shapes
-        request = best.request
+    work = Work(options.objective, chunks=options.chunks, cost=options.balanced_cost())
+    limits, speeds = options.memory_limits(ranks), options.rank_speeds(ranks)
+    problem = Problem(profile, work, limits, speeds)
+    mesh = problem.mesh(ranks, microbatches, options.schedule_of(profile))
+    balancer, recompute = options.balancer or "exact", options.recompute_mode()
+    allowed = Allowed(ranks, mesh.global_batch, balancer=balancer, recompute=recompute)
+    began, shapes = time.perf_counter(), list["Alternative"]()
+    if mesh.schedule == AUTO:
+        best, shapes = choose_schedule(problem, mesh, allowed)
     else:
-        best = plan_or_suggest(request)
+        profile.boundaries(Replica(problem, mesh).stage_ranks)  # lists each of them, if any
+        best = plan_or_suggest(problem, mesh, allowed)
     seconds = time.perf_counter() - began
     others: Alternatives = {}
     if options.alternatives:
         with waiting(options.as_json):
-            others = _other_choices(request)
+            others = alternatives(best, allowed)
     if options.as_json:
-        record = plan_json(best, seconds) | {"alternatives": _alternatives_json(others, best)}
-        if shapes is not None:
+        record = plan_json(best, balancer, seconds)
+        record["alternatives"] = _alternatives_json(others, best)
+        if shapes:
             record["shapes"] = [_alternative(shape, best) for shape in shapes]
         print(json.dumps(record, allow_nan=False))
         return
-    _print_text(best, seconds, others, options.exports())
-    for line in _shape_lines(best, shapes or ()):
+    _print_text(best, balancer, seconds, others, options.exports())
+    for line in _shape_lines(best, shapes):
         print(line)
-
-
-def _other_choices(request: PlanRequest) -> Alternatives:
-    from dynmo.plan.alternatives import (
-        other_balancers,
-        other_microbatches,
-        other_ranks,
-        other_schedules,
-    )
-
-    return {
-        "balancers": other_balancers(request),
-        "schedules": other_schedules(request),
-        "microbatches": other_microbatches(request),
-        "ranks": other_ranks(request),
-    }
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -159,7 +135,7 @@ def _gain(other: Plan, plan: Plan) -> float:
 def _shape_lines(plan: Plan, shapes: Sequence[Alternative]) -> Iterator[str]:
     """Yields which schedule "auto" chose, and how the others did."""
     if shapes:
-        yield f"\nauto chose {plan.request.schedule}: {show_time(plan.step)}"
+        yield f"\nauto chose {plan.mesh.schedule}: {show_time(plan.step)}"
     for shape in shapes:
         if shape.plan is None:
             yield f"  {shape.choice}: {shape.problem}"
@@ -176,13 +152,15 @@ _TITLES = {
 }
 
 
-def _print_text(plan: Plan, seconds: float, others: Alternatives, exports: list[str]) -> None:
+def _print_text(
+    plan: Plan, balancer: str, seconds: float, others: Alternatives, exports: list[str]
+) -> None:
     from dynmo.cli.console import console_for_tables
 
-    console, request = console_for_tables(), plan.request
+    console, mesh = console_for_tables(), plan.mesh
     print(
-        f"{request.schedule} by {request.balancer}: {len(request.layers)} layers, {request.ranks} "
-        f"ranks, {request.microbatches} microbatches{limit_text(request.memory_limit)}\n"
+        f"{mesh.schedule} by {balancer}: {len(plan.layers)} layers, {mesh.pipeline} "
+        f"ranks, {mesh.microbatches} microbatches{limit_text(plan.problem.memory_limit)}\n"
     )
     for line in picture(plan):
         console.print(line, soft_wrap=True)
@@ -207,10 +185,10 @@ def _advice(plan: Plan, schedules: Sequence[Alternative]) -> str:
     best, next_best = (others[0], plan) if others and _saves(others[0], plan) else (plan, None)
     if next_best is None and others and _saves(plan, others[0]):
         next_best = others[0]
-    line = f"{best.request.schedule}: {show_time(best.step)}"
+    line = f"{best.mesh.schedule}: {show_time(best.step)}"
     if next_best is not None:
         saved = 100 * _gain(best, next_best)
-        line += f", {saved:.0f} % less than {next_best.request.schedule}"
+        line += f", {saved:.0f} % less than {next_best.mesh.schedule}"
     if max(best.memory) > max(plan.memory):
         line += f", with {show_size(max(best.memory))} instead of {show_size(max(plan.memory))}"
     return line
@@ -224,7 +202,7 @@ def _figures(plan: Plan, seconds: float) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    timeline, request = plan.timeline, plan.request
+    timeline, problem, current = plan.timeline, plan.problem, plan.replica.current
     table = Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -237,7 +215,7 @@ def _figures(plan: Plan, seconds: float) -> Table:
     table.add_row(
         "lower bound",
         show_time(plan.lower_bound),
-        f"of the {request.objective}, for this placement; gap {_gap(plan):.2%}",
+        f"of the {problem.work.objective}, for this placement; gap {_gap(plan):.2%}",
     )
     table.add_row("bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle")
     table.add_row(
@@ -246,32 +224,32 @@ def _figures(plan: Plan, seconds: float) -> Table:
         f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch",
     )
     if any(plan.memory):
-        limits = request.limits or (0,) * len(plan.memory)
+        limits = plan.replica.limits or (0,) * len(plan.memory)
         shares = [a / b if b else a for a, b in zip(plan.memory, limits, strict=True)]
         rank = shares.index(max(shares))  # the fullest
         limit = (
             ""
-            if request.limits is None
+            if plan.replica.limits is None
             else f", {shares[rank]:.0%} of the limit of {show_size(limits[rank])}"
         )
         table.add_row("memory", show_size(plan.memory[rank]), f"on rank {rank}{limit}")
-    if request.speeds is not None:
-        table.add_row("speeds", ", ".join(f"{each:g}" for each in request.speeds), "of the ranks")
+    if problem.speeds is not None:
+        table.add_row("speeds", ", ".join(f"{each:g}" for each in problem.speeds), "of the ranks")
     since = (
         "the recorded placement"
-        if plan.request.profile.partition == request.current.counts
+        if problem.profile.partition == current.counts
         else "the even placement"
     )
-    if request.recomputed:
+    if plan.recomputed:
         table.add_row(
             "recomputed",
-            str(len(request.recomputed)),
-            escape(", ".join(request.profile.names[i] for i in sorted(request.recomputed))),
+            str(len(plan.recomputed)),
+            escape(", ".join(problem.profile.names[i] for i in sorted(plan.recomputed))),
         )
     table.add_row(
         "moves",
         str(len(plan.moves)),
-        f"{show_size(plan.moved_bytes)} from {since} {'+'.join(map(str, request.current.counts))}",
+        f"{show_size(plan.moved_bytes)} from {since} {'+'.join(map(str, current.counts))}",
     )
     table.add_row("planned in", show_time(seconds), "")
     return table
@@ -310,7 +288,7 @@ def _table_of(title: str, choices: list[Alternative], plan: Plan) -> Table:
         ]
         row += [f"{timeline.bubble_ratio:.1%}", f"{timeline.idle_ratio:.1%}"]
         row += [show_size(max(other.plan.memory))] * sizes + [
-            show_time(other.plan.step * other.plan.request.ranks)
+            show_time(other.plan.step * other.plan.mesh.pipeline)
         ] * by_ranks
         table.add_row(str(other.choice), *row, "+".join(map(str, other.plan.partition.counts)))
     return table

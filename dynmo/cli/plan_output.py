@@ -12,7 +12,7 @@ from dynmo.errors import PartitionError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from dynmo.plan.plan_request import Plan
+    from dynmo.plan.evaluate import Plan
     from dynmo.schedule.memory import Limit
 
 _BAR = 60  # columns of the longest rank's bar
@@ -27,20 +27,20 @@ def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextMa
     return Console(stderr=True).status(what)
 
 
-def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
+def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
     """Returns a plan as JSON.
 
     Times are in seconds, sizes in bytes. A move is [layer, from rank, to rank].
     """
-    timeline, request = plan.timeline, plan.request
+    timeline, mesh, problem = plan.timeline, plan.mesh, plan.problem
     return {
-        "schedule": request.schedule,
-        "balancer": request.balancer,
-        "ranks": request.ranks,
-        "microbatches": request.microbatches,
-        "objective": str(request.objective),
+        "schedule": mesh.schedule,
+        "balancer": balancer,
+        "ranks": mesh.pipeline,
+        "microbatches": mesh.microbatches,
+        "objective": str(problem.work.objective),
         "partition": plan.partition.counts,
-        "placement": request.stage_ranks,
+        "placement": plan.stage_ranks,
         "stage_cost": plan.stage_cost,
         "imbalance": plan.imbalance,
         "span": timeline.span,
@@ -49,9 +49,9 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "idle_ratio": timeline.idle_ratio,
         "lower_bound": plan.lower_bound,
         "memory": plan.memory,
-        "memory_limit": request.memory_limit,
-        "speeds": request.speeds,
-        "recompute": sorted(request.recomputed),
+        "memory_limit": problem.memory_limit,
+        "speeds": problem.speeds,
+        "recompute": sorted(plan.recomputed),
         "moves": plan.moves,
         "moved_bytes": plan.moved_bytes,
         "seconds": seconds,
@@ -65,14 +65,14 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
 def _megatron(plan: Plan) -> dict[str, Any]:
     from dynmo.plan.export import megatron_layout
 
-    layout, rounded = megatron_layout(plan.request.profile.names, plan.partition)
+    layout, rounded = megatron_layout(plan.problem.profile.names, plan.partition)
     return {"pipeline_model_parallel_layout": layout, "rounded": rounded}
 
 
 def _torchtitan(plan: Plan) -> dict[str, Any]:
     from dynmo.plan.export import torchtitan_modules
 
-    modules, rounded = torchtitan_modules(plan.request.profile.names, plan.partition)
+    modules, rounded = torchtitan_modules(plan.problem.profile.names, plan.partition)
     return {"module_fqns_per_model_part": modules, "rounded": rounded}
 
 
@@ -104,12 +104,12 @@ def picture(plan: Plan) -> list[Text]:
     """
     from rich.text import Text
 
-    request, ranks = plan.request, plan.rank_cost
+    stage_ranks, ranks = plan.stage_ranks, plan.rank_cost
     longest = max(ranks) or 1.0
-    several = len(request.stage_ranks) > request.ranks
+    several = len(stage_ranks) > len(ranks)
     lines: list[Text] = []
-    for rank in range(request.ranks):
-        stages = [stage for stage, holder in enumerate(request.stage_ranks) if holder == rank]
+    for rank in range(len(ranks)):
+        stages = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
         for stage in stages:
             cost, own = plan.costs.stages[stage], plan.partition.range_of(stage)
             line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
@@ -127,7 +127,7 @@ def picture(plan: Plan) -> list[Text]:
             idle = round(_BAR * (1 - ranks[rank] / longest)) if stage == stages[-1] else 0
             line.append("." * min(idle, _BAR - used), "dim")
             line.append(" " * (_BAR - used - min(idle, _BAR - used)))
-            names = request.profile.names
+            names = plan.problem.profile.names
             line.append(
                 f" {show_time(plan.stage_cost[stage]):>8}  "
                 f"{_range(names[own.start], names[own.stop - 1])} ({len(own)})"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
-    from dynmo.plan.mesh_search import MeshRequest
-    from dynmo.plan.rank_options import RankRow, RankTable
+    from dynmo.plan.problem import Allowed, Problem
+    from dynmo.plan.ranks import RankRow, RankTable
     from dynmo.plan.ranks_needed import RanksNeeded
 
 
@@ -84,8 +84,8 @@ def check_tolerance(tolerance: float) -> None:
         raise InputError(f"--fewest-ranks {tolerance}: a share is expected, such as 0.05")
 
 
-def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
-    """Returns the request for meshes of up to the given number of ranks.
+def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
+    """Returns what is known, and the meshes of up to the given number of ranks.
 
     Without `--gpus` it is one for pipelines with the recorded number of microbatches. If the costs
     are those of a run's folder, its config adds the replicas and the global batch.
@@ -93,7 +93,7 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
     size = profile.microbatch or 1
     profile = replace(profile, microbatch=size)
     if options.gpus is not None:
-        return mesh.request_of(options, profile)
+        return mesh.asked(options, profile)
     ranks, microbatches = options.pipeline(profile)
     pipelines = replace(
         options,
@@ -102,46 +102,45 @@ def request_of(options: PlanOptions, profile: Profile) -> MeshRequest:
         micro_batch=str(size),
         schedule=options.schedule_of(profile),
     )
-    return _like_run(mesh.request_of(pipelines, profile), options)
+    return _like_run(*mesh.asked(pipelines, profile), options)
 
 
-def _like_run(request: MeshRequest, options: PlanOptions) -> MeshRequest:
-    """Returns a request with the ranks, replicas and batch of a run's folder."""
+def _like_run(problem: Problem, allowed: Allowed, options: PlanOptions) -> tuple[Problem, Allowed]:
+    """Returns the same with the ranks, replicas and batch of a run's folder."""
     from dynmo.config import load
     from dynmo.plan.meshes import accumulation_problem
 
     path = options.costs_path() / "config.toml"
     if not path.is_file() or options.microbatches is not None:
-        return replace(request, replicas=(1,))
+        return problem, replace(allowed, replicas=(1,))
     config = load(path)
     groups, counts = config.options.accumulation_groups, range(1, config.all_microbatches + 1)
     fits = [n for n in counts if not accumulation_problem(groups, n, config.all_microbatches)]
     replicas = (config.parallel.replicas,) if config.parallel.expert > 1 else tuple(fits)
-    return replace(
-        request,
+    work = replace(problem.work, accumulation_groups=groups, zero=config.parallel.zero)
+    return replace(problem, work=work), replace(
+        allowed,
         gpus=options.ranks or config.parallel.pipeline * config.parallel.replicas,
-        global_batch=config.train.global_batch,
+        batch=config.train.global_batch,
         replicas=replicas,
-        accumulation_groups=groups,
-        zero=config.parallel.zero,
     )
 
 
-def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
+def run(problem: Problem, allowed: Allowed, tolerance: float, as_json: bool) -> None:
     """Plans every number of ranks up to the request's, and prints the result."""
-    from dynmo.plan.rank_options import rank_table
+    from dynmo.plan.ranks import rank_table
 
     began = time.perf_counter()
     with waiting(as_json, "ranks ..."):
-        table = rank_table(request, tolerance, retune=len(request.micro_batches) == 1)
+        table = rank_table(problem, allowed, tolerance, retune=len(allowed.sizes) == 1)
     seconds = time.perf_counter() - began
     if as_json:
-        print(json.dumps(to_json(request, table, seconds), allow_nan=False))
+        print(json.dumps(to_json(problem, allowed, table, seconds), allow_nan=False))
     else:
-        _print_text(request, table, seconds)
+        _print_text(problem, allowed, table, seconds)
 
 
-def to_json(request: MeshRequest, table: RankTable, seconds: float) -> dict[str, Any]:
+def to_json(problem: Problem, allowed: Allowed, table: RankTable, seconds: float) -> dict[str, Any]:
     """Returns the result as JSON, in seconds and bytes.
 
     `fewest_ranks` are the fewest ranks whose step takes `limit_seconds` at most.
@@ -150,8 +149,8 @@ def to_json(request: MeshRequest, table: RankTable, seconds: float) -> dict[str,
         "fewest_ranks": table.fewest,
         "limit_seconds": table.limit_seconds,
         "full_seconds": table.full_seconds,
-        "global_batch": request.global_batch,
-        "memory_limit": request.memory_limit,
+        "global_batch": allowed.batch,
+        "memory_limit": problem.memory_limit,
         "ranks": [_row_json(row, table) for row in table.rows],
         "seconds": seconds,
     }
@@ -168,7 +167,7 @@ def _row_json(row: RankRow, table: RankTable) -> dict[str, Any]:
             "memory": plan.memory,
             "speed": _speed(plan.seconds, table),
             "samples_per_second_per_rank": _per_rank(row),
-            "partition": plan.plan.partition.counts,
+            "partition": plan.partition.counts,
         }
     if row.retuned is not None:
         size, seconds = row.retuned.mesh.micro_batch, row.retuned.seconds
@@ -189,11 +188,11 @@ def _per_rank(row: RankRow) -> float | None:
     return plan.samples_per_second / row.ranks
 
 
-def _print_text(request: MeshRequest, table: RankTable, seconds: float) -> None:
+def _print_text(problem: Problem, allowed: Allowed, table: RankTable, seconds: float) -> None:
     from dynmo.cli.console import console_for_tables
 
-    batch = f"a global batch of {request.global_batch}{limit_text(request.memory_limit)}"
-    print(f"1 to {request.gpus} ranks, {batch}\n")
+    batch = f"a global batch of {allowed.batch}{limit_text(problem.memory_limit)}"
+    print(f"1 to {allowed.gpus} ranks, {batch}\n")
     console_for_tables().print(_table(table))
     for row in table.rows:
         if row.plan is None:
@@ -201,7 +200,7 @@ def _print_text(request: MeshRequest, table: RankTable, seconds: float) -> None:
     chosen = table.rows[table.fewest - 1].plan
     assert chosen is not None
     takes = f"a step of {show_time(chosen.seconds)}, {show_time(table.limit_seconds)} are allowed"
-    print(f"{table.fewest} of {request.gpus} ranks are enough: {takes}")
+    print(f"{table.fewest} of {allowed.gpus} ranks are enough: {takes}")
     print(f"searched in {show_time(seconds)}")
 
 
@@ -235,7 +234,7 @@ def _table(table: RankTable) -> Table:
             "-" if per_rank is None else f"{per_rank:,.4g}",
             *[show_size(max(plan.memory))] * sizes,
             *[_retuned(row)] * retuned,
-            "+".join(map(str, plan.plan.partition.counts)),
+            "+".join(map(str, plan.partition.counts)),
         ]
         out.add_row(*cells, style="bold" if chosen else None)
     return out

@@ -59,6 +59,12 @@ def plan_on(
     quick: bool = False,
 ) -> Plan:
     """Returns the plan of one mesh, placed by the balancer. It may not fit the memory."""
+    sized = any(x.static_bytes or x.activation_bytes for x in problem.layers)
+    if problem.memory_limit is not None and not sized:
+        raise PartitionError(
+            "a memory limit, but the costs have no sizes; "
+            "give weight_bytes, activation_bytes, ... (one per layer)"
+        )
     if allowed.balancer == "exact":
         return place(problem, mesh, current, allowed.recompute, quick)
     replica = Replica(problem, mesh)
@@ -278,6 +284,7 @@ class _Search:
         limit = self.problem.memory_limit
         try:
             plan = plan_on(self.problem, mesh, self.allowed, quick=True)
+            assert math.isfinite(plan.seconds)  # or it raises
         except (PartitionError, ScheduleError) as error:
             self.refused.append(RefusedMesh(mesh, str(error)))
             return None

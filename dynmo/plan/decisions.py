@@ -16,6 +16,7 @@ from typing import Any
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.balance_request import BalanceRequest, balancer, is_forced
+from dynmo.plan.best import handicap
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.mesh_search import MeshRequest
@@ -24,7 +25,6 @@ from dynmo.plan.partition import Partition
 from dynmo.plan.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
 from dynmo.plan.rank_merging import merge_ranks
 from dynmo.plan.reshape import Reshape, reshape
-from dynmo.plan.shapes import handicap
 from dynmo.plan.situation import DecisionRecord, Layers, Situation
 from dynmo.plan.stage_plan import plan_stages, schedule_for_balancers
 from dynmo.plan.trigger import Decision, Outlook, confirmed, worth_moving_through

@@ -40,7 +40,8 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_c
 from dynmo.cost.profile_file import TIMES
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.chains import rank_speeds
-from dynmo.plan.partition import Partition, imbalance, uniform
+from dynmo.plan.layout import moves_between_ranks
+from dynmo.plan.partition import Move, Partition, imbalance, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
 from dynmo.schedule.automatic.make import make
@@ -108,14 +109,7 @@ class Replica:
     @cached_property
     def limits(self) -> tuple[int, ...] | None:
         """Bytes of each rank. None means unlimited."""
-        limit = self.problem.memory_limit
-        sized = any(x.static_bytes or x.activation_bytes for x in self.problem.layers)
-        if limit is not None and self.problem.layers and not sized:
-            raise PartitionError(
-                "a memory limit, but the costs have no sizes; "
-                "give weight_bytes, activation_bytes, ... (one per layer)"
-            )
-        return rank_limits(limit, self.mesh.pipeline)
+        return rank_limits(self.problem.memory_limit, self.mesh.pipeline)
 
     @cached_property
     def speeds(self) -> tuple[float, ...] | None:
@@ -276,6 +270,15 @@ class Plan:
     @property
     def imbalance(self) -> float:
         return imbalance(self.rank_cost)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The layers that change ranks from the current placement. Source and target are ranks."""
+        return moves_between_ranks(self.replica.current, self.partition, self.stage_ranks)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.layers[move.layer].moved_bytes for move in self.moves)
 
     @cached_property
     def lower_bound(self) -> float:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.mesh_plan import MeshPlan
-from dynmo.plan.mesh_search import MeshRequest, NoMeshFitsError, least_seconds, search
+from dynmo.plan.mesh_search import MeshRequest, least_seconds, search
 
 # A number of ranks is ruled out if its quick search misses a limit by more than this factor. The
 # whole search shortens a step by a few percent only.
@@ -101,67 +101,3 @@ class RankOptions:
             return self.look(ranks).seconds
         except InputError:
             return math.inf
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """The fastest mesh of one number of ranks, or why there is none.
-
-    Attributes:
-        retuned: The fastest mesh if the size of a microbatch may change, too. None if that was not
-            asked, or if there is none.
-    """
-
-    ranks: int
-    plan: MeshPlan | None
-    problem: str | None = None
-    retuned: MeshPlan | None = None
-
-
-@dataclass(frozen=True)
-class RankTable:
-    """Every number of ranks, and the fewest that are fast enough.
-
-    Attributes:
-        rows: One for each number of ranks, fewest first. The last one has a plan.
-        limit_seconds: The most seconds that a step may take.
-    """
-
-    rows: tuple[RankRow, ...]
-    limit_seconds: float
-    fewest: int
-
-    @property
-    def full_seconds(self) -> float:
-        plan = self.rows[-1].plan
-        assert plan is not None
-        return plan.seconds
-
-
-def rank_table(request: MeshRequest, tolerance: float, retune: bool = False) -> RankTable:
-    """Plans every number of ranks, and finds the fewest that are fast enough.
-
-    Args:
-        request: The costs, and what a mesh search may vary. `gpus` is the most ranks.
-        tolerance: By what share a step may take longer than on the most ranks.
-        retune: Also look for a better size of the microbatches, at the same global batch.
-    """
-    options, most = RankOptions(request), request.gpus
-    limit = (1 + tolerance) * options.plan(most).seconds
-    resized = RankOptions(replace(request, micro_batches=()), quick=True) if retune else None
-    rows = [_row(options, resized, ranks) for ranks in range(1, most + 1)]
-    fewest = options.fewest(range(1, most + 1), limit)
-    assert fewest is not None, "the most ranks are fast enough"
-    return RankTable(tuple(rows), limit, fewest.mesh.gpus)
-
-
-def _row(options: RankOptions, resized: RankOptions | None, ranks: int) -> RankRow:
-    retuned = None if resized is None else resized.find(ranks)
-    try:
-        plan = options.plan(ranks)
-    except NoMeshFitsError as error:
-        return RankRow(ranks, None, error.shortage, retuned)
-    except InputError as error:
-        return RankRow(ranks, None, str(error), retuned)
-    slower = retuned is None or retuned.seconds >= plan.seconds
-    return RankRow(ranks, plan, None, plan if retuned is not None and slower else retuned)

@@ -16,7 +16,7 @@ from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.mesh_search import MeshRequest, search
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
-from dynmo.plan.rank_options import RankOptions, rank_table
+from dynmo.plan.rank_options import RankOptions
 from dynmo.plan.trigger import ForecastInterval
 
 REPLICAS = (1, 2, 4, 8)
@@ -289,28 +289,3 @@ def test_options_are_searched_once() -> None:
     assert fastest is not None
     assert all(x.seconds >= fastest.seconds for n in range(1, 9) if (x := options.find(n)))
     assert RankOptions(request_of([1.0])).fastest([3]) is None
-
-
-def test_table_has_a_row_for_every_number_of_ranks() -> None:
-    request = replace(request_of([1.0] * 8, 200), gpus=6)
-    table = rank_table(request, 0.5, retune=True)
-    assert [row.ranks for row in table.rows] == [1, 2, 3, 4, 5, 6]
-    assert [row.ranks for row in table.rows if row.plan is None] == [1]
-    problem = table.rows[0].problem
-    assert problem is not None
-    assert "over the limit of 200" in problem
-    plans = [row.plan for row in table.rows if row.plan is not None]
-    assert plans[-1].seconds == table.full_seconds
-    assert table.limit_seconds == 1.5 * table.full_seconds
-    assert min(x.mesh.gpus for x in plans if x.seconds <= table.limit_seconds) == table.fewest
-    assert all(plan.mesh.micro_batch == 1 for plan in plans)
-    for row in table.rows[1:]:
-        assert row.plan is not None
-        assert row.retuned is not None
-        assert row.retuned.seconds <= row.plan.seconds
-        assert row.retuned.mesh.global_batch == 8
-    assert all(row.retuned is None for row in rank_table(request, 0.5).rows)
-    with pytest.raises(NoRoomError):
-        rank_table(replace(request, memory_limit=50), 0.5)
-    with pytest.raises(PartitionError, match="12 ranks have no mesh"):
-        rank_table(replace(request, gpus=12, replicas=(1,)), 0.5)

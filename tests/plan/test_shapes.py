@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
-from dynmo.errors import PartitionError, ScheduleError
+from dynmo.errors import PartitionError
 from dynmo.plan.decisions import ask_again, decide_move, decide_schedule, move_answer
-from dynmo.plan.make_plan import make_plan
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition
-from dynmo.plan.plan_request import PlanRequest
-from dynmo.plan.shapes import choose_shape
 from dynmo.plan.situation import DecisionRecord, Situation
 from dynmo.plan.stage_plan import plan_stages
-from dynmo.schedule.catalogue import AUTO, SHAPES, shapes_of
+from dynmo.schedule.catalogue import SHAPES
 from tests.plan import test_decisions as decisions
-from tests.plan.test_decisions import FROZEN, ONE
+from tests.plan.test_decisions import ONE
 
 EVEN = (ONE,) * 8
 # Two ranks cannot share 3 + 2 + 2 + 1 evenly in order. A V can: 3 + 1 and 2 + 2.
@@ -29,54 +21,10 @@ UNEVEN = tuple(
 )
 
 
-def request(layers: tuple[LayerCost, ...] = UNEVEN, ranks: int = 2, **known: object) -> PlanRequest:
-    names = tuple(map(str, range(len(layers))))
-    base = PlanRequest(Profile(layers, names, microbatch=1), ranks, 9, AUTO)
-    return replace(base, **known)
-
-
 def situation(schedule: str, partition: tuple[int, ...], **known: object) -> Situation:
     base = decisions.of_layers(UNEVEN) | {"end": 1000, "schedules": SHAPES}
     base |= {"mesh": Mesh(2, 1, 8, 1, schedule), "partition": Partition(partition)}
     return decisions.situation(**base | known)
-
-
-def test_uneven_layers_get_a_v_and_even_ones_one_stage() -> None:
-    choice = choose_shape(request())
-    assert [each.choice for each in choice.shapes] == ["zb-auto", "v-auto"], "9 is no multiple of 2"
-    assert choice.plan.request.schedule == "v-auto"
-    one, v = (each.plan for each in choice.shapes)
-    assert one is not None
-    assert v is not None
-    assert v is choice.plan
-    assert v.step < one.step == make_plan(request(schedule="zb-auto")).step
-    assert choose_shape(request(EVEN)).plan.request.schedule == "zb-auto"
-    assert choose_shape(request(ranks=1)).plan.request.schedule == "zb-auto"
-    half_frozen = (FROZEN,) * 6 + (ONE,) * 6
-    assert choose_shape(request(half_frozen, ranks=4)).plan.request.schedule == "v-auto"
-
-
-def test_a_slow_link_brings_the_fewest_messages() -> None:
-    slow = Profile(UNEVEN, tuple("abcd"), comm=0.2)
-    assert choose_shape(request(profile=slow)).plan.request.schedule == "zb-auto"
-
-
-def test_memory_chooses_a_schedule_that_fits() -> None:
-    limit = max(make_plan(request(schedule="v-auto")).memory) - 1
-    assert max(choose_shape(request(memory_limit=limit)).plan.memory) <= limit
-    with pytest.raises(
-        PartitionError, match=r"^auto: no schedule fits; zb-\w+ comes closest: rank"
-    ):
-        choose_shape(request(memory_limit=100))
-
-
-def test_impossible_requests_are_refused_in_one_line() -> None:
-    with pytest.raises(PartitionError, match="5 ranks need at least 5 layers; the model has 4"):
-        choose_shape(request(ranks=5))
-    with pytest.raises(ScheduleError, match="auto chooses the stages of a rank itself"):
-        choose_shape(request(chunks=2))
-    assert shapes_of(AUTO, 4, 8, 7) == ("zb-auto",)
-    assert shapes_of("1f1b", 4, 8, 7) == ("1f1b",)
 
 
 def test_a_run_goes_to_a_v_and_back() -> None:
