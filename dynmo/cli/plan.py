@@ -77,7 +77,8 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     if mesh.schedule == AUTO:
         best, shapes = choose_schedule(problem, mesh, allowed)
     else:
-        profile.boundaries(Replica(problem, mesh).stage_ranks)  # lists each of them, if any
+        if ranks <= len(profile.layers):
+            profile.boundaries(Replica(problem, mesh).stage_ranks)  # lists each of them, if any
         best = plan_or_suggest(problem, mesh, allowed)
     seconds = time.perf_counter() - began
     others: Alternatives = {}

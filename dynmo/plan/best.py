@@ -26,6 +26,7 @@ from typing import final
 
 from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.balancers import balancer
+from dynmo.plan.chains import enough
 from dynmo.plan.evaluate import Plan, Replica, evaluate, freeze
 from dynmo.plan.meshes import divisors
 from dynmo.plan.partition import Partition, exact, stage_loads
@@ -59,6 +60,7 @@ def plan_on(
     quick: bool = False,
 ) -> Plan:
     """Returns the plan of one mesh, placed by the balancer. It may not fit the memory."""
+    enough(len(problem.layers), mesh.pipeline)
     sized = any(x.static_bytes or x.activation_bytes for x in problem.layers)
     if problem.memory_limit is not None and not sized:
         raise PartitionError(
