@@ -21,11 +21,12 @@ from dynmo.pipeline.case_registry import make_cases
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import check_own_rules, first_partition
-from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, stage_request
-from dynmo.plan.mesh_search import MeshRequest, NoMeshFitsError, search
+from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, replica_of
+from dynmo.plan.best import NoMeshFitsError, search
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
+from dynmo.plan.problem import Allowed, Choice, Problem, Work
 from dynmo.plan.recompute import recompute_as_workspace
-from dynmo.plan.stage_plan import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import AUTO, SHAPES
@@ -235,21 +236,23 @@ def check_later_ranks(
         wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
     # Any times will do, because only the memory counts.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
+    profile = Profile(layers, model.names, microbatch=options.samples)
+    work = Work(
+        chunks=options.chunks,
+        accumulation_groups=options.accumulation_groups,
+        zero=options.zero,
+        post_validation=options.post_validation,
+    )
     for ranks, key in wanted.items():
-        request = MeshRequest(
-            Profile(layers, model.names, microbatch=options.samples),
-            gpus=ranks,
-            global_batch=options.global_batch,
-            micro_batches=(options.samples,),
-            schedules=SHAPES if options.schedule == AUTO else (options.schedule,),
-            chunks=options.chunks,
-            memory_limit=least_limit(limit),
-            zero=options.zero,
-            replicas=tuple(data for _, data in options.mesh_rule(model.layers).shapes(ranks)),
-            accumulation_groups=options.accumulation_groups,
+        allowed = Allowed(
+            ranks,
+            options.global_batch,
+            (options.samples,),
+            SHAPES if options.schedule == AUTO else (options.schedule,),
+            tuple(data for _, data in options.mesh_rule(model.layers).shapes(ranks)),
         )
         try:
-            search(request, quick=True)
+            search(Problem(profile, work, least_limit(limit)), allowed, quick=True)
         except NoMeshFitsError as error:
             raise NoRoomError(
                 f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher "
@@ -313,23 +316,23 @@ def _plan_of(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )
     costs = recompute_as_workspace(costs, recomputed)
-    request = stage_request(options, replicas, limit, name)
-    holder = [request.stage_ranks[partition.owner(layer)] for layer in range(model.layers)]
+    replica = replica_of(options, costs, limit, schedule=name)
+    holder = [replica.stage_ranks[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
-        request = replace(request, objective=Objective.MAKESPAN)
-    stage_plan = plan_stages(request, costs, partition, None, 0)
+        replica = replica_of(options, costs, limit, schedule=name, objective=Objective.MAKESPAN)
+    plan = evaluate(replica.problem, Choice(replica.mesh, partition))
     return RunPlan(
         names=model.names,
         partition=partition.counts,
-        stage_ranks=stage_plan.request.stage_ranks,
+        stage_ranks=plan.stage_ranks,
         parameters=tuple(
             sum(costs[layer].parameters for layer in partition.range_of(stage))
             for stage in range(partition.stages)
         ),
-        memory=stage_plan.memory,
+        memory=plan.memory,
         limit=limit,
-        schedule=stage_plan.schedule.name,
+        schedule=plan.schedule.name,
         microbatches=options.microbatches,
         precision=options.precision,
         recompute=tuple(sorted(recomputed)),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
@@ -25,10 +26,11 @@ from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.plan.evaluate import Replica
 from dynmo.plan.layout import RecomputeRule
 from dynmo.plan.partition import Partition
+from dynmo.plan.problem import Problem, Work
 from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
-from dynmo.plan.stage_plan import StageRequest
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
@@ -392,8 +394,8 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         # The rest is messages, and the memory that an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
-        request = stage_request(options, replicas, least_limit(limit))
-        whole = request.memory(costs, counts, schedule)
+        replica = replica_of(options, costs, least_limit(limit), replicas=replicas)
+        whole = replica.memory(costs, partition, schedule)
         limits = rank_limits(limit, len(whole)) or ()
         kept = recompute_memory(costs, (), counts, schedule)
         return choose_recomputed(
@@ -406,18 +408,20 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
     return fitting
 
 
-def stage_request(
-    options: PipelineOptions, replicas: int, limit: Limit, schedule: str | None = None
-) -> StageRequest:
+def replica_of(
+    options: PipelineOptions,
+    costs: tuple[LayerCost, ...],
+    limit: Limit,
+    *,
+    replicas: int | None = None,
+    schedule: str | None = None,
+    objective: Objective | None = None,
+) -> Replica:
+    """Returns one replica of a run whose layers have the bytes of shapes."""
     validates = options.post_validation
-    return StageRequest(
-        schedule or options.schedule,
-        options.pipeline,
-        options.microbatches,
-        options.chunks,
-        limit,
-        Objective.SPAN if validates else Objective.MAKESPAN,
-        validates,
-        replicas,
-        options.accumulation_groups // replicas,
-    )
+    usual = Objective.SPAN if validates else Objective.MAKESPAN
+    names = tuple(map(str, range(len(costs))))
+    work = Work(objective or usual, validates, options.chunks, options.accumulation_groups)
+    problem = Problem(Profile(costs, names, microbatch=1), work, limit)
+    name, count = schedule or options.schedule, replicas or options.replicas
+    return Replica(problem, problem.mesh(options.pipeline, options.microbatches, name, count))

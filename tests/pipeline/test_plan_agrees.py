@@ -11,9 +11,9 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
-from dynmo.plan.plan_request import PlanRequest, TooFullError, evaluate_partition
-from dynmo.plan.stage_plan import plan_stages
+from dynmo.plan.problem import Choice, Problem, Work
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
@@ -74,16 +74,10 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             StepOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
         )
         Actions(engine).freeze(range(frozen))
-        run = engine.schedule_keeper.stage_plan(partition, costs)
-        request = PlanRequest(
-            Profile(costs, model.names, frozen),
-            ranks,
-            microbatches,
-            name,
-            memory_limit=limit,
-            objective=Objective.MAKESPAN,
-            replicas=replicas,
-        )
+        run = engine.schedule_keeper.plan(partition, costs)
+        work = Work(Objective.MAKESPAN)
+        problem = Problem(Profile(costs, model.names, frozen), work, limit)
+        mesh = problem.mesh(ranks, microbatches, name, replicas)
         fits = limit is None or max(run.memory) <= limit
         said: dict[str, Any] = {
             "case": f"{name} {partition.counts} x {microbatches}, {frozen} frozen, limit {limit}",
@@ -91,12 +85,9 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             "fits": fits,
             "run": (str(engine.schedule_keeper.on(partition, costs)), run.caps, run.memory),
         }
-        try:
-            plan = evaluate_partition(request, partition)
-            said["plan"] = (str(plan.schedule), plan.caps, plan.memory)
-        except TooFullError as error:
-            planned = plan_stages(request.stages, request.layers, partition, request.links, frozen)
-            said["plan"] = (str(planned.schedule), planned.caps, error.needs)
+        plan = evaluate(problem, Choice(mesh, partition))
+        said["plan"] = (str(plan.schedule), plan.caps, plan.memory)
+        if plan.beyond:
             said["refused"] = True
         out.append(said)
     return out

@@ -5,18 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
+from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
+from dynmo.plan.evaluate import Plan, Replica, evaluate, inherent_idle
 from dynmo.plan.partition import Partition
+from dynmo.plan.problem import Choice, Problem, Work
 from dynmo.plan.recompute import recompute_as_workspace
-from dynmo.plan.situation import links_behind
 from dynmo.plan.speeds import Speeds
-from dynmo.plan.stage_plan import (
-    StagePlan,
-    StageRequest,
-    inherent_idle,
-    plan_stages,
-    schedule_on,
-)
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
@@ -50,10 +45,7 @@ class ScheduleKeeper:
         # Speeds of the ranks that it is made from. None: all are 1.
         self.known_speeds: Speeds | None = None
         # What `inherent_idle` was last computed for, and the result. It costs a schedule.
-        self._inherent: (
-            tuple[tuple[StageRequest, tuple[LayerCost, ...]], tuple[float, ...], float | None]
-            | None
-        ) = None
+        self._inherent: tuple[Replica, tuple[float, ...], float | None] | None = None
 
     @property
     def objective(self) -> Objective:
@@ -71,10 +63,8 @@ class ScheduleKeeper:
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """Returns the schedule of a placement, with the layers that are frozen now."""
-        first, links = self._store.frozen.first_trainable, self._boundary_links()
         speeds = self._speeds.current if layers else self.known_speeds
-        request = self._request(speeds)
-        return schedule_on(request, layers or self.scheduled, partition, links, first)
+        return self._replica(layers or self.scheduled, speeds).schedule_on(partition)
 
     @property
     def scheduled(self) -> tuple[LayerCost, ...] | None:
@@ -85,26 +75,21 @@ class ScheduleKeeper:
     def from_costs(self) -> bool:
         return entry(self._store.layout.schedule).from_costs
 
-    def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
-        """Returns the schedule of a placement at these costs, with its caps and memory."""
-        first, links = self._store.frozen.first_trainable, self._boundary_links()
-        request = self._request(self._speeds.current)
-        return plan_stages(request, layers, partition, links, first)
+    def plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> Plan:
+        """Returns the plan of a placement at these costs."""
+        replica = self._replica(layers, self._speeds.current)
+        return evaluate(replica.problem, Choice(replica.mesh, partition))
 
-    def _request(self, speeds: Speeds | None) -> StageRequest:
+    def _replica(self, layers: tuple[LayerCost, ...] | None, speeds: Speeds | None) -> Replica:
         layout, steps = self._store.layout, self._steps
-        return StageRequest(
-            layout.schedule,
-            layout.ranks,
-            layout.microbatches,
-            steps.chunks,
-            steps.memory_limit,
-            self.objective,
-            self._post_validation,
-            layout.replicas,
-            self._store.accumulation_groups // layout.replicas,
-            speeds,
+        first, links = self._store.frozen.first_trainable, tuple(self.links.items())
+        profile = Profile(layers or (), (), first, links, microbatch=1)
+        work = Work(
+            self.objective, self._post_validation, steps.chunks, self._store.accumulation_groups
         )
+        problem = Problem(profile, work, steps.memory_limit, speeds)
+        microbatches, replicas = layout.microbatches, layout.replicas
+        return Replica(problem, problem.mesh(layout.ranks, microbatches, layout.schedule, replicas))
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
         """Returns costs before any are measured: bytes by shape, and equal times."""
@@ -127,7 +112,7 @@ class ScheduleKeeper:
         if not whole:
             return None
         shares = tuple(seconds / whole for seconds in kinds)
-        about = self._request(None), self.scheduled or ()
+        about = self._replica(self.scheduled, None)
         if (
             self._inherent is None
             or self._inherent[0] != about
@@ -135,7 +120,7 @@ class ScheduleKeeper:
         ):
             idle = None
             with suppress(InputError):  # say, equal stages do not fit the memory limit
-                idle = inherent_idle(*about, *shares)
+                idle = inherent_idle(about, *shares)
             self._inherent = about, shares, idle
         return self._inherent[2]
 
@@ -162,8 +147,4 @@ class ScheduleKeeper:
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """Returns the stages' costs, with the link seconds of the messages between them."""
-        request = self._request(self._speeds.current)
-        return request.costs(layers, partition, self._boundary_links())
-
-    def _boundary_links(self) -> tuple[LinkCost, ...]:
-        return links_behind(self._store.layout.stage_ranks, self.links)
+        return self._replica(layers, self._speeds.current).costs(layers, partition)

@@ -120,7 +120,7 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
 ) -> None:
     calls: list[tuple[float, ...]] = []
 
-    def idle(request: object, layers: object, *shares: float) -> float:
+    def idle(replica: object, *shares: float) -> float:
         calls.append(shares)
         if shares[2] > 0.5:
             raise ScheduleError("no room")
@@ -134,8 +134,8 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
         def scheduled(self) -> None:
             return None
 
-        def _request(self, speeds: object) -> Any:
-            return "request"
+        def _replica(self, layers: object, speeds: object) -> Any:
+            return "replica"
 
     monkeypatch.setattr(schedule_keeper, "inherent_idle", idle)
     keeper = Keeper()
