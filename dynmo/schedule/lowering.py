@@ -207,7 +207,7 @@ def lower_forward(
 
 
 def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ...]:
-    depth = _depths(schedule)
+    depth = depths(schedule)
     # The stage whose result each kind on a stage takes, and the stage that takes its result.
     n, kinds = schedule.stages, tuple(Kind)
     sources = {
@@ -255,7 +255,7 @@ def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channe
     return None if ranks[0] == ranks[1] else Channel(min(source, target), direction, *ranks)
 
 
-def _depths(schedule: Schedule) -> dict[Channel, int]:
+def depths(schedule: Schedule) -> dict[Channel, int]:
     """Compute how far each channel's sender may be ahead: `credits` behind a forward-only stage."""
     depths: dict[Channel, int] = {}
     credits = schedule.ranks if schedule.credits is None else schedule.credits

@@ -32,8 +32,8 @@ from itertools import accumulate, pairwise
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.schedule.lowering import Compute, Verdict, fuse, lower
-from dynmo.schedule.op import Kind, Op, Schedule
+from dynmo.schedule.lowering import Compute, Direction, Verdict, depths, fuse, lower
+from dynmo.schedule.op import Kind, Schedule
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -148,36 +148,21 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
     return tuple(out)
 
 
-class _Inboxes:
-    """The receives that a rank keeps posted for messages from other ranks."""
+def _inboxes(
+    layers: Sequence[LayerCost], bounds: Sequence[int], schedule: Schedule, rank: int
+) -> dict[tuple[int, bool], tuple[int, int]]:
+    """Bytes of a message from another rank, and how many receives are kept posted.
 
-    def __init__(
-        self, layers: Sequence[LayerCost], bounds: Sequence[int], schedule: Schedule, rank: int
-    ) -> None:
-        m, stage_ranks = schedule.microbatches, schedule.stage_ranks
-        credits = schedule.ranks if schedule.credits is None else schedule.credits
-        # Key: (stage, whether the message is a gradient). Value: bytes of a message, and how many
-        # receives are kept posted.
-        self._kept: dict[tuple[int, bool], tuple[int, int]] = {}
-        for s in schedule.stages_of(rank):
-            if s > 0 and stage_ranks[s - 1] != rank:
-                size = layers[bounds[s] - 1].output_bytes
-                depth = max(1, credits) if s - 1 < schedule.first_trainable else m
-                self._kept[s, False] = size, posted(m, size, depth)
-            above = s + 1 < schedule.stages and stage_ranks[s + 1] != rank
-            if above and s >= schedule.first_trainable:
-                size = layers[bounds[s + 1] - 1].output_bytes
-                self._kept[s, True] = size, posted(m, size, m)
-        self._left = dict.fromkeys(self._kept, m)  # messages still to be taken
-        self.posted_bytes = sum(size * min(count, m) for size, count in self._kept.values())
-
-    def take(self, op: Op) -> None:
-        """Take the message that an op needs, and post the next receive."""
-        inbox = op.stage, op.kind is not Kind.F
-        if op.kind is not Kind.W and inbox in self._kept:
-            size, count = self._kept[inbox]
-            self._left[inbox] -= 1
-            self.posted_bytes -= size * (self._left[inbox] < count)
+    The keys are the stage that takes the message, and whether it is an activation.
+    """
+    inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
+    for (boundary, direction, _, target), depth in depths(schedule).items():
+        if target == rank:
+            size = layers[bounds[boundary + 1] - 1].output_bytes
+            forward = direction is Direction.ACTIVATION
+            receives = posted(schedule.microbatches, size, depth)
+            inboxes[boundary + forward, forward] = size, receives
+    return inboxes
 
 
 def _peak(
@@ -197,63 +182,59 @@ def _peak(
     """
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
-    kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
-    inboxes = _Inboxes(layers, bounds, schedule, rank)
-    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
-    ends = {s: _change_at_end(own) for s, own in stages.items()}
+    freed = {(s, k): sum(_freed(x, k) for x in own) for s, own in stages.items() for k in Kind}
+    workspaces = {(s, k): _workspace(own, k) for s, own in stages.items() for k in Kind}
+    inboxes = _inboxes(layers, bounds, schedule, rank)
+    receives = sum(size * min(count, m) for size, count in inboxes.values())
     undecided = 0
     if pending is not None:
-        undecided = sum(
-            gradients[s] + sum(x.rollback_bytes for x in own)
-            for s, own in stages.items()
-            if s >= schedule.first_trainable
-        )
+        trained = [x for s, own in stages.items() if s >= schedule.first_trainable for x in own]
+        undecided = sum(x.gradient_bytes + x.rollback_bytes for x in trained)
     # reduction: bytes of the reduction of the stages that have had all their W's.
-    weights_done, reduction = dict.fromkeys(stages, 0), 0
-    live = most = undecided
-    group_size = m // accumulation_groups
-    for done, op in enumerate(schedule.ops[rank]):
+    reduction, live, most, group_size = 0, undecided, undecided, m // accumulation_groups
+    for done, (kind, s, j) in enumerate(schedule.ops[rank]):
         if done == pending:
             live -= undecided
-        s, trains = op.stage, op.stage >= schedule.first_trainable
-        if op.kind is Kind.F and trains:
-            live += kept[s]
-        weighs = op.kind is Kind.W or op.kind is Kind.BW
-        group, in_group = divmod(weights_done[s], group_size)
-        # The first W of an accumulation group makes its gradients.
-        fresh = trains and weighs and in_group == 0
+        weighs = kind is Kind.W or kind is Kind.BW
+        group, in_group = divmod(j, group_size)
         folded = _folded(group + 1, accumulation_groups) if weighs else 0
+        # The first W of an accumulation group makes its gradients.
+        made = gradients[s] if weighs and in_group == 0 else 0
         # A group of one microbatch is made and folded layer by layer: not all of its gradients are
         # live at one time.
         spared = 0
-        if fresh and folded and group_size == 1:
-            spared = gradients[s] - max(x.gradient_bytes for x in stages[s])
-        if fresh and op.kind is Kind.W:
-            live += gradients[s]
-        inboxes.take(op)
-        makes = fresh and op.kind is Kind.BW
-        workspace = _workspace(stages[s], op.kind, fresh=True) if makes else workspaces[s, op.kind]
-        most = max(most, live + reduction + inboxes.posted_bytes + workspace - spared)
-        if trains:
-            live += ends[s][op.kind] + (gradients[s] if makes else 0)
-            weights_done[s] += weighs
-            if weighs and in_group + 1 == group_size:
-                most = max(most, live - spared)
-                live -= gradients[s] * folded
-            if replicas > 1 and weights_done[s] == m:
-                reduction = max(reduction, reduction_bytes(stages[s]))
+        if folded and group_size == 1:
+            spared = made - max(x.gradient_bytes for x in stages[s])
+        if kind is Kind.F and s >= schedule.first_trainable:
+            live += freed[s, kind]
+        if kind is Kind.W:
+            live += made
+        if kind is not Kind.W:
+            size, count = inboxes.get((s, kind is Kind.F), (0, 0))
+            receives -= size * (m - 1 - j < count)
+        workspace = workspaces[s, kind]
+        if kind is Kind.BW and made:
+            workspace = _workspace(stages[s], kind, fresh=True)
+        most = max(most, live + reduction + receives + workspace - spared)
+        if kind is not Kind.F:
+            live -= freed[s, kind]
+        if kind is Kind.BW:
+            live += made
+        if weighs and in_group + 1 == group_size:
+            most = max(most, live - spared)
+            live -= gradients[s] * folded
+        if weighs and j == m - 1 and replicas > 1:
+            reduction = max(reduction, reduction_bytes(stages[s]))
         most = max(most, live + reduction)
     return most
 
 
-def _change_at_end(layers: Sequence[LayerCost]) -> dict[Kind, int]:
-    """Change of a stage's live bytes at the end of an op of each kind.
-
-    The activations that F keeps count from its start.
-    """
-    kept, stash = sum(x.activation_bytes for x in layers), sum(x.stash_bytes for x in layers)
-    return {Kind.F: 0, Kind.B: stash - kept, Kind.W: -stash, Kind.BW: -kept}
+def _freed(layer: LayerCost, kind: Kind) -> int:
+    """Bytes of a layer that an op frees at its end, or that F keeps from its start."""
+    if kind is Kind.B:
+        return layer.activation_bytes - layer.stash_bytes
+    return layer.stash_bytes if kind is Kind.W else layer.activation_bytes
 
 
 def _folded(group: int, accumulation_groups: int) -> int:
@@ -281,10 +262,7 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
         elif kind is Kind.W:
             needed = layer.weight_workspace_bytes
         most = max(most, needed - above)
-        above += {
-            Kind.B: layer.activation_bytes - layer.stash_bytes,
-            Kind.W: layer.stash_bytes,
-        }.get(kind, layer.activation_bytes)
+        above += _freed(layer, kind)
     return most
 
 
