@@ -10,7 +10,7 @@ moment a side takes the fewest ranks on which a step takes no longer than the DE
 8 ranks. The schedule is ZB-H1 with 16 microbatches of constant size, without link times. Costs are
 known at once, and moves are free.
 
-    ours         the best placement of half blocks on each number of ranks (`fewest_ranks`)
+    ours         the best placement of half blocks on each number of ranks, the fewest first
     exhaustive   the fewest ranks for which any placement of half blocks is fast enough
                  (`benchmarks.repack_search`)
     first-fit    the paper's algorithm 4: merges neighbours by memory
@@ -55,7 +55,6 @@ from benchmarks.repack_cases import MICROBATCHES, RANKS, ROUNDED, SHOWN
 from benchmarks.repack_search import search_placements
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.rank_merging import first_fit
-from dynmo.plan.repack import fewest_ranks
 
 ROOM, SEQUENCE = 4, 2048
 CASES = ("pruning", "early_exit")
@@ -132,14 +131,10 @@ def moment(layers: Layers, limit: float, room: float) -> dict[str, Any]:
     """Compares the sides at one moment."""
     seconds = seconds_of(layers)
 
-    def place(ranks: int) -> Partition | None:
-        return best(layers, ranks, MICROBATCHES)
-
-    choice = fewest_ranks(place, seconds, limit, RANKS)
-    if choice is None:  # no placement is fast enough, so the run stays on all ranks
-        ranks, taken = RANKS, seconds(best(layers, RANKS, MICROBATCHES))
-    else:
-        ranks, taken = choice.partition.stages, choice.seconds
+    found = (best(layers, ranks, MICROBATCHES) for ranks in range(1, RANKS + 1))
+    # If no placement is fast enough, the run stays on all ranks.
+    placed = next(x for x in found if x.stages == RANKS or seconds(x) <= limit)
+    ranks, taken = placed.stages, seconds(placed)
     baselines = {name: of_baseline(name, layers, seconds, limit, room) for name in BASELINES}
     return {
         "ours": ranks,

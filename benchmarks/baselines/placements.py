@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from dynmo.cli.placement_formats import blocks_of
 from dynmo.errors import PartitionError
 from dynmo.plan.balance_request import Balancer, BalanceRequest
-from dynmo.plan.blocks import blocks_of
 from dynmo.plan.diffusion import weight_sums
 from dynmo.plan.partition import Cost, Move, Partition, weigh
 

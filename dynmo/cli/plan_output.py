@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from dynmo.cli.placement_formats import FORMATS
 from dynmo.errors import PartitionError
 
 if TYPE_CHECKING:
@@ -55,44 +55,14 @@ def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
         "moves": plan.moves,
         "moved_bytes": plan.moved_bytes,
         "seconds": seconds,
-        "words": {name: _export(name, plan) for name in EXPORTS},
+        "words": {name: _export(name, plan) for name in FORMATS},
     }
-
-
-# -- in the form of other trainers -----------------------------------------------------------------
-
-
-def _megatron(plan: Plan) -> dict[str, Any]:
-    from dynmo.plan.export import megatron_layout
-
-    layout, rounded = megatron_layout(plan.problem.profile.names, plan.partition)
-    return {"pipeline_model_parallel_layout": layout, "rounded": rounded}
-
-
-def _torchtitan(plan: Plan) -> dict[str, Any]:
-    from dynmo.plan.export import torchtitan_modules
-
-    modules, rounded = torchtitan_modules(plan.problem.profile.names, plan.partition)
-    return {"module_fqns_per_model_part": modules, "rounded": rounded}
-
-
-def _deepspeed(plan: Plan) -> dict[str, Any]:
-    from dynmo.plan.export import deepspeed_parts
-
-    return {"parts": deepspeed_parts(plan.partition)}
-
-
-EXPORTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
-    "megatron": _megatron,
-    "torchtitan": _torchtitan,
-    "deepspeed": _deepspeed,
-}
 
 
 def _export(name: str, plan: Plan) -> dict[str, Any]:
     """Returns the plan in another trainer's form, or {"problem": why it has none}."""
     try:
-        return EXPORTS[name](plan)
+        return FORMATS[name](plan.problem.profile.names, plan.partition)
     except PartitionError as error:
         return {"problem": str(error)}
 

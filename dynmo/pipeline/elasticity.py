@@ -29,7 +29,7 @@ from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.plan.repack import kept_ranks
+from dynmo.plan.meshes import kept_ranks
 from dynmo.runtime.comm.store import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -1,12 +1,13 @@
-"""The meshes that ranks can form, and their accumulation groups."""
+"""The meshes that ranks can form, their accumulation groups, and the ranks that stay."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dynmo.errors import ScheduleError
+from dynmo.errors import PartitionError, ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
 
@@ -75,3 +76,28 @@ def nearest_divisors(value: int, total: int) -> str:
     return ", ".join(
         str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else [])
     )
+
+
+def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
+    """Chooses the ranks that stay when a run goes on with fewer, ascending.
+
+    As many nodes as possible become empty, because a machine is free only when all of its ranks
+    are. The smallest nodes go first, the last of equally small ones before the others. Rank 0
+    always stays. A node that loses only some of its ranks loses the highest ones.
+
+    Args:
+        nodes: Name of the machine of each rank.
+        count: Number of ranks that stay.
+
+    Example:
+        >>> kept_ranks(("a", "a", "b", "b", "b", "c", "c"), 5)
+        (0, 1, 2, 3, 4)
+    """
+    if not 1 <= count <= len(nodes):
+        raise PartitionError(f"{count} of {len(nodes)} ranks cannot stay; give 1 to {len(nodes)}")
+    sizes = Counter(nodes)
+    last = {node: rank for rank, node in enumerate(nodes)}
+    order = sorted(sizes, key=lambda node: (node == nodes[0], sizes[node], -last[node]))
+    place = {node: position for position, node in enumerate(order)}
+    leaving = sorted(range(1, len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
+    return tuple(sorted({*range(len(nodes))} - {*leaving[: len(nodes) - count]}))

@@ -38,9 +38,9 @@ from dynmo.errors import InputError, NoRoomError, PartitionError
 from dynmo.options import ENDLESS
 from dynmo.plan.mesh_plan import Mesh, MeshPlan
 from dynmo.plan.mesh_search import MeshRequest, NoMeshFitsError
+from dynmo.plan.meshes import kept_ranks
 from dynmo.plan.partition import Partition
 from dynmo.plan.rank_options import RankOptions
-from dynmo.plan.repack import kept_ranks
 from dynmo.plan.reshape import largest_arrival, plan_as_now
 from dynmo.plan.trigger import SOON, Decision, ForecastInterval, confirmed
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from dynmo.errors import InputError
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.partition import Partition
-from dynmo.plan.repack import fewest_ranks
 from dynmo.plan.workload import Replayer, Workload
 from dynmo.schedule.catalogue import chunks_of
 
@@ -55,25 +54,16 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
     limit = (1 + tolerance) * _best(workload, workload.ranks, 0)[1]
     rows: list[RanksNeeded] = []
     for moment, ((start, _), stop) in enumerate(zip(workload.moments, stops, strict=True)):
-        known: dict[Partition, float] = {}
-
-        def place(
-            ranks: int, moment: int = moment, known: dict[Partition, float] = known
-        ) -> Partition | None:
+        most = min(workload.ranks, workload.layers // chunks)
+        for ranks in range(1, most + 1):
             try:
                 partition, seconds = _best(workload, ranks, moment)
             except InputError:  # it does not fit their memory, or the schedule needs more ranks
-                return None
-            known[partition] = seconds
-            return partition
-
-        most = min(workload.ranks, workload.layers // chunks)
-        choice = fewest_ranks(place, known.__getitem__, limit, most)
-        if choice is None:
-            ranks, (partition, seconds) = workload.ranks, _best(workload, workload.ranks, moment)
+                continue
+            if seconds <= limit:
+                break
         else:
-            partition, seconds = choice.partition, choice.seconds
-            ranks = partition.stages // chunks
+            ranks, (partition, seconds) = workload.ranks, _best(workload, workload.ranks, moment)
         rows.append(RanksNeeded(start, stop - 1, ranks, seconds, partition.counts))
     return tuple(rows)
 

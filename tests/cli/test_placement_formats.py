@@ -2,9 +2,8 @@
 
 import pytest
 
+from dynmo.cli.placement_formats import blocks_of, deepspeed, megatron, torchtitan
 from dynmo.errors import PartitionError
-from dynmo.plan.blocks import blocks_of
-from dynmo.plan.export import deepspeed_parts, megatron_layout, torchtitan_modules
 from dynmo.plan.partition import Partition
 
 
@@ -16,45 +15,51 @@ def names(blocks: int) -> tuple[str, ...]:
     )
 
 
+def layout(named: tuple[str, ...], *counts: int) -> str:
+    return megatron(named, Partition(counts))["pipeline_model_parallel_layout"]
+
+
+def modules(named: tuple[str, ...], *counts: int) -> list[list[str]]:
+    return torchtitan(named, Partition(counts))["module_fqns_per_model_part"]
+
+
 def test_whole_blocks_export_exactly():
-    partition = Partition((5, 4, 5))
-    assert megatron_layout(names(6), partition) == ("Ett|tt|ttL", ())
-    assert torchtitan_modules(names(6), partition)[0] == [
+    assert layout(names(6), 5, 4, 5) == "Ett|tt|ttL"
+    assert modules(names(6), 5, 4, 5) == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3"],
         ["layers.4", "layers.5", "norm", "output"],
     ]
-    assert deepspeed_parts(partition) == [0, 5, 9, 14]
-    assert megatron_layout(names(10), Partition((7, 14, 1)))[0] == "Et*3|t*7|L"
-    assert megatron_layout(names(2), Partition((1, 5)))[0] == "E|ttL"
+    assert deepspeed(names(6), Partition((5, 4, 5))) == {"parts": [0, 5, 9, 14]}
+    assert layout(names(10), 7, 14, 1) == "Et*3|t*7|L"
+    assert layout(names(2), 1, 5) == "E|ttL"
 
 
 def test_half_blocks_are_rounded_and_reported():
     # The layers are: embedding b0 | b0 b1 b1 b2 | b2 head. The first cut is in block 0, the second
     # in block 2. Both cuts go to the end of the block.
-    layout = megatron_layout(names(3), Partition((2, 4, 2)))
-    assert layout == ("Et|tt|L", (0, 1))
-    assert torchtitan_modules(names(3), Partition((2, 4, 2)))[1] == (0, 1)
-    assert deepspeed_parts(Partition((2, 4, 2))) == [0, 2, 6, 8]
+    halves = Partition((2, 4, 2))
+    answer = {"pipeline_model_parallel_layout": "Et|tt|L", "rounded": (0, 1)}
+    assert megatron(names(3), halves) == answer
+    assert torchtitan(names(3), halves)["rounded"] == (0, 1)
+    assert deepspeed(names(3), halves) == {"parts": [0, 2, 6, 8]}
     # A block of four layers is cut nearer to its beginning.
     quarters = tuple(f"layers.{i // 4}.{i % 4}" for i in range(8))
-    assert megatron_layout(quarters, Partition((5, 3))) == ("Et|tL", (0,))
+    assert layout(quarters, 5, 3) == "Et|tL"
 
 
 def test_stage_of_half_a_block_is_empty_or_refused():
     # Cuts on both sides of one half go to the same place: Megatron knows empty stages, torchtitan
     # does not.
-    partition = Partition((2, 1, 5))
-    assert megatron_layout(names(3), partition)[0] == "Et||ttL"
+    assert layout(names(3), 2, 1, 5) == "Et||ttL"
     with pytest.raises(PartitionError, match="stage 1 has less than half a block"):
-        torchtitan_modules(names(3), partition)
+        modules(names(3), 2, 1, 5)
 
 
 def test_emulated_layers_and_custom_names_export():
     emulated = tuple(f"emulated.{i}" for i in range(4))
-    assert megatron_layout(emulated, Partition((1, 3)))[0] == "Et|t*3L"
-    modules, _ = torchtitan_modules(emulated, Partition((2, 2)))
-    assert modules[1] == ["layers.2", "layers.3", "norm", "output"]
+    assert layout(emulated, 1, 3) == "Et|t*3L"
+    assert modules(emulated, 2, 2)[1] == ["layers.2", "layers.3", "norm", "output"]
     plain = ("0.Linear", "1.Linear", "2.Linear")
     assert blocks_of(plain) == (0, [range(0, 1), range(1, 2), range(2, 3)], range(3, 3))
     assert blocks_of(("a", "b")) == (0, [range(0, 1), range(1, 2)], range(2, 2))
@@ -62,12 +67,12 @@ def test_emulated_layers_and_custom_names_export():
     with pytest.raises(PartitionError, match=r"layer 1 \(norm\) stands between numbered blocks"):
         blocks_of(("layers.0", "norm", "layers.1"))
     with pytest.raises(PartitionError, match="8 names for a placement of 7 layers"):
-        megatron_layout(names(3), Partition((7,)))
+        layout(names(3), 7)
 
 
 @pytest.mark.parametrize("counts", [(5, 4, 5), (2, 6, 6), (1, 1, 12), (13, 1)])
 def test_megatron_layouts_hold_every_block_once(counts: tuple[int, ...]):
-    text = megatron_layout(names(6), Partition(counts))[0]
+    text = layout(names(6), *counts)
     for times in range(1, 7):
         text = text.replace(f"t*{times}", "t" * times)
     assert text.count("|") == len(counts) - 1

@@ -18,12 +18,45 @@ block. torchtitan accepts this only if something else is on the stage.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from dynmo.errors import PartitionError
-from dynmo.plan.blocks import blocks_of
-from dynmo.plan.partition import Partition
+
+if TYPE_CHECKING:
+    from dynmo.plan.partition import Partition
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
+    """Groups layers into blocks by the number in their names.
+
+    Layers are a block each if none has a number.
+
+    Returns:
+        The number of layers before the first block, the layers of each block, and the layers after
+        the last block.
+    """
+    numbers = [int(match[1]) if (match := _NUMBER.search(name)) else None for name in names]
+    numbered = [i for i, number in enumerate(numbers) if number is not None]
+    if not numbered:
+        return 0, [range(i, i + 1) for i in range(len(names))], range(len(names), len(names))
+    first, last = numbered[0], numbered[-1]
+    blocks: list[range] = []
+    for layer in range(first, last + 1):
+        if numbers[layer] is None:
+            raise PartitionError(
+                f"layer {layer} ({names[layer]}) stands between numbered blocks; "
+                "give it the number of the block that it belongs to"
+            )
+        if blocks and numbers[blocks[-1].start] == numbers[layer]:
+            blocks[-1] = range(blocks[-1].start, layer + 1)
+        else:
+            blocks.append(range(layer, layer + 1))
+    return first, blocks, range(last + 1, len(names))
 
 
 def _whole_blocks(
@@ -47,7 +80,7 @@ def _whole_blocks(
     return [range(a, b) for a, b in pairwise(cuts)], tuple(rounded)
 
 
-def megatron_layout(names: Sequence[str], partition: Partition) -> tuple[str, tuple[int, ...]]:
+def megatron(names: Sequence[str], partition: Partition) -> dict[str, Any]:
     """Returns Megatron's `--pipeline-model-parallel-layout`, and the rounded boundaries.
 
     E is the embedding, t a transformer block, L the loss, and | is between stages. `t*3` is `ttt`.
@@ -55,41 +88,33 @@ def megatron_layout(names: Sequence[str], partition: Partition) -> tuple[str, tu
     (looped), rank by rank.
     """
     stages, rounded = _whole_blocks(names, partition)
-    last = len(stages) - 1
-    parts: list[str] = []
-    for index, blocks in enumerate(stages):
-        count = len(blocks)
-        body = "t" * count if count < 3 else f"t*{count}"
-        # Megatron's embedding is always first and its loss always last, whatever the names say.
-        parts.append(("E" if index == 0 else "") + body + ("L" if index == last else ""))
-    return "|".join(parts), rounded
+    counts = [len(blocks) for blocks in stages]
+    parts = ["t" * count if count < 3 else f"t*{count}" for count in counts]
+    # Megatron's embedding is always first and its loss always last, whatever the names say.
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
+    return {"pipeline_model_parallel_layout": "|".join(parts), "rounded": rounded}
 
 
-def torchtitan_modules(
-    names: Sequence[str], partition: Partition
-) -> tuple[list[list[str]], tuple[int, ...]]:
+def torchtitan(names: Sequence[str], partition: Partition) -> dict[str, Any]:
     """Returns torchtitan's `module_fqns_per_model_part`, and the rounded boundaries."""
     stages, rounded = _whole_blocks(names, partition)
-    last = len(stages) - 1
-    out: list[list[str]] = []
-    for index, blocks in enumerate(stages):
-        own = [
-            *(("tok_embeddings",) if index == 0 else ()),
-            *(f"layers.{block}" for block in blocks),
-            *(("norm", "output") if index == last else ()),
-        ]
-        if not own:
-            raise PartitionError(
-                f"stage {index} has less than half a block, so torchtitan would have nothing "
-                "there; place whole blocks"
-            )
-        out.append(own)
-    return out, rounded
+    modules = [[f"layers.{block}" for block in blocks] for blocks in stages]
+    modules[0].insert(0, "tok_embeddings")
+    modules[-1] += ["norm", "output"]
+    if [] in modules:
+        raise PartitionError(
+            f"stage {modules.index([])} has less than half a block, so torchtitan would have "
+            "nothing there; place whole blocks"
+        )
+    return {"module_fqns_per_model_part": modules, "rounded": rounded}
 
 
-def deepspeed_parts(partition: Partition) -> list[int]:
+def deepspeed(names: Sequence[str], partition: Partition) -> dict[str, Any]:
     """Returns `PipelineModule.parts`: first layer of each stage, then their number.
 
     The layers are the list's own, halves and all.
     """
-    return list(partition.bounds)
+    return {"parts": list(partition.bounds)}
+
+
+FORMATS = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed}
