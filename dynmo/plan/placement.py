@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from typing import final
@@ -30,7 +29,7 @@ from dynmo.plan._replay import promising, replay
 from dynmo.plan.chains import enough
 from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.evaluate import Plan, Replica, evaluate
-from dynmo.plan.partition import Partition, exact, ties, uniform
+from dynmo.plan.partition import Partition, exact, ties, uniform, weigh
 from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
 from dynmo.plan.recompute import choose_recomputed, recompute_memory, with_recompute
 from dynmo.schedule.automatic.make import make
@@ -121,22 +120,31 @@ def recomputing(replica: Replica, free: Plan) -> Plan:
     """
     problem, counts, schedule = replica.problem, free.partition.counts, free.schedule
     assert replica.limits is not None
-    limits, known = list(replica.limits), (replica.layers, counts, schedule)
-    chosen, plan = frozenset(range(len(replica.layers))), free
+    limits, replicas = list(replica.limits), replica.mesh.replicas
+    every, plans = frozenset(range(len(replica.layers))), list[Plan]()
     for _ in range(_ROUNDS + 1):
-        with suppress(NoRoomError):
-            chosen = choose_recomputed(*known, limits, replica.mesh.replicas)
+        try:
+            chosen = choose_recomputed(replica.layers, counts, schedule, limits, replicas)
+        except NoRoomError:
+            chosen = every
         plan = evaluate(problem, Choice(replica.mesh, free.partition, chosen))
+        plans.append(plan)
         needs = replica.memory(plan.layers, free.partition, schedule)
-        counted = recompute_memory(replica.layers, chosen, counts, schedule, replica.mesh.replicas)
         if all(need <= limit for need, limit in zip(needs, replica.limits, strict=True)):
             break
+        if chosen == every:
+            # The schedule that was made for the memory keeps less. It may give layers back.
+            if plan.schedule.ops == schedule.ops:
+                break
+            schedule, limits = plan.schedule, list(replica.limits)
+            continue
+        counted = recompute_memory(replica.layers, chosen, counts, schedule, replicas)
         each = zip(limits, needs, counted, replica.limits, strict=True)
         limits = [
             min(own - max(0, need - limit), limit - (need - told))
             for own, need, told, limit in each
         ]
-    return plan
+    return min(plans, key=lambda plan: plan.rank)
 
 
 @final
@@ -147,17 +155,17 @@ class _Search:
         self.replica, self.recomputed = replica, recomputed
         self.stage_ranks, self.ranks = replica.stage_ranks, replica.mesh.pipeline
         self.stages, self.rank_of = len(self.stage_ranks), np.array(self.stage_ranks, np.int64)
-        fits = current is not None and current.stages == self.stages
-        self.current = current if fits else replica.current
-        even = uniform(len(replica.layers), self.stages)
-        self.even = even
+        if current is None or current.stages != self.stages:
+            current = replica.current
+        self.current = current
+        self.even = uniform(len(replica.layers), self.stages)
         self.layers = with_recompute(replica.layers, recomputed)
         speeds = replica.problem.speeds
         self.rates, self.speeds = speeds, replica.speeds
         sizes = [layer.moved_bytes for layer in self.layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
-        self.weights = [layer.seconds for layer in self.layers]
+        self.weights = weigh(self.layers, replica.problem.work.cost)
         self.works = self._works()
         self.work = self.works.sum(0)
         self.sends = np.zeros((max(1, self.stages - 1), len(self.layers) + 1))
@@ -187,6 +195,7 @@ class _Search:
         return sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
 
     def run(self, quick: bool) -> Plan:
+        quick = quick or self.replica.problem.work.cost != "time"
         starts = self.starts()
         best = self.judged[starts[0]] = self.evaluate(starts[0])
         if quick and not best.beyond:
@@ -232,9 +241,7 @@ class _Search:
                 found += self.least_bottleneck(memory)
             except NoRoomError:
                 continue
-        found.append(self.even)
-        if self.current is not None:
-            found.append(self.current)
+        found += [self.even, self.current]
         return list(dict.fromkeys(x.bounds for x in found))
 
     def estimates(self) -> Iterator[MemoryLimits | None]:
@@ -299,7 +306,7 @@ class _Search:
 
     def worth_a_schedule(self, starts: Sequence[Bounds]) -> list[Bounds]:
         """Placements that are judged by a schedule of their own before the descent."""
-        found = [] if self.current is None else [self.current.bounds]
+        found = [self.current.bounds]
         if self.replica.limits is not None:
             found += starts[1:]
         if self.stages > self.ranks:
@@ -370,8 +377,6 @@ class _Search:
 
     def moved(self, bounds: Bounds) -> int:
         """Bytes of the layers that are not where `current` has them."""
-        if self.current is None:
-            return 0
         sums, kept = self.size_sums, 0
         for (start, stop), (old_start, old_stop) in zip(
             pairwise(bounds), pairwise(self.current.bounds), strict=False
