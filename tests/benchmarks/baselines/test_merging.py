@@ -9,7 +9,8 @@ from benchmarks.baselines.merging import best_fit, halving, round_robin
 from benchmarks.repack import BASELINES
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.rank_merging import first_fit
-from tests.plan.test_repack import LOADS
+
+LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
 
 
 @given(LOADS, st.integers(1, 60), st.data(), st.sampled_from(sorted(BASELINES)))
