@@ -28,10 +28,11 @@ from benchmarks.cost_traces import HIDDEN, Layers, trace
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, run
 from dynmo.cases.freezing import Freezing
-from dynmo.cost.layer_cost import LinkCost
+from dynmo.cost.input_file import Link
 from dynmo.plan.decisions import decide_move
 from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.workload import Replayer, Workload
+from dynmo.plan.partition import uniform
+from dynmo.plan.workload import LayerSection, Moment, Workload, situation
 from dynmo.runtime.comm.world import World
 
 CASES = ("freezing", "pruning", "early_exit")
@@ -40,7 +41,7 @@ MOMENTS = (8, 16, 23)
 STEPS = 10_000
 BLOCK_F = 3e-4  # seconds
 BYTES = {"weight_bytes": 2, "optimizer_bytes": 12}  # of a parameter
-LINK = LinkCost(0.0, 25e9)
+LINK = Link(bytes_per_second=25e9)
 DEPTHS = (12, 24, 48)
 CYCLE = 8  # steps from one reference to the next
 
@@ -66,13 +67,15 @@ def deep(case: str, blocks: int, moment: int) -> Layers:
 
 def decide(layers: Layers, ranks: int) -> dict[str, Any]:
     """Times one decision."""
-    names = tuple(str(i) for i in range(len(layers)))
-    replayer = Replayer(
-        Workload("decision", ((0, layers),), names, STEPS, ranks, 4 * ranks, link=LINK)
+    workload = Workload(
+        steps=STEPS,
+        ranks=ranks,
+        microbatches=4 * ranks,
+        layers=LayerSection(moments=[Moment.of(0, layers)]),
+        link=LINK,
     )
-    replayer.profiler.observe(layers)
-    start, measured = replayer.start, replayer.number(replayer.profiler.costs())
-    now = replayer.situation(1, measured, start)
+    start = uniform(len(layers), ranks)
+    now = situation(workload, 1, layers, (layers, layers), start)
     begun = time.process_time()
     choice = decide_move(now)
     seconds = time.process_time() - begun

@@ -59,7 +59,7 @@ from benchmarks.published import IDLE, PUBLISHED
 from benchmarks.traces_emulated import emulated_table
 from dynmo.plan.diffusion import diffuse
 from dynmo.plan.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.plan.workload import Policy, Workload, replay
+from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay
 
 BLOCKS = (24, 32, 40, 48)
 RANKS = (16, 24)
@@ -105,16 +105,13 @@ def ours(
     Returns:
         The mean seconds and the mean bottleneck of a step, and how often layers moved.
     """
-    names = tuple(str(i) for i in range(len(moments[0])))
     workload = Workload(
-        case,
-        tuple((STEPS * i, layers) for i, layers in enumerate(moments)),
-        names,
-        STEPS * len(moments),
-        ranks,
-        microbatches,
-        initial=start.counts,
-        policy=Policy(every=EVERY),
+        name=case,
+        steps=STEPS * len(moments),
+        ranks=ranks,
+        microbatches=microbatches,
+        layers=LayerSection(moments=[Moment.of(STEPS * i, x) for i, x in enumerate(moments)]),
+        policy=Policy(every=EVERY, initial=start.counts),
     )
     outcome = replay(workload)
     loads = [

@@ -52,7 +52,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan._replay import replay as compiled_replay
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.stage_costs import by_name, pipeline_costs
-from dynmo.plan.workload import Policy, ReplayResult, Workload, replay
+from dynmo.plan.workload import LayerSection, Moment, Policy, ReplayResult, Workload, replay
 
 CASES = ("early_exit", "mixture_of_depths")
 SEQUENCE = 2048
@@ -108,14 +108,12 @@ def _costs(shares: Sequence[float], exits: bool) -> Layers:
 def decide(case: str, moments: Sequence[Layers], ranks: int, start: Partition) -> ReplayResult:
     """Replays the steps under a run's own decisions, one before each step."""
     workload = Workload(
-        case,
-        tuple(enumerate(moments)),
-        tuple(str(i) for i in range(len(moments[0]))),
-        len(moments),
-        ranks,
-        2 * ranks,
-        initial=start.counts,
-        policy=Policy(every=1),
+        name=case,
+        steps=len(moments),
+        ranks=ranks,
+        microbatches=2 * ranks,
+        layers=LayerSection(moments=[Moment.of(step, x) for step, x in enumerate(moments)]),
+        policy=Policy(every=1, initial=start.counts),
         announced=False,
     )
     return replay(workload)

@@ -22,7 +22,7 @@ from dynmo.data.samples import Encoder
 from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
 from dynmo.models.huggingface.weight_files import stored_in
-from dynmo.plan import situation, workload_file
+from dynmo.plan import situation, workload
 
 
 def records(path: Path, kind: str) -> None:
@@ -46,7 +46,7 @@ def token_file(path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config": load,
-    "workload": workload_file.read,
+    "workload": workload.read,
     "costs": lambda path: costs_file.read_costs(path, 2),
     "profile": profile_file.read,
     "decisions": lambda path: list(situation.read_records(path)),

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli import mesh
+from dynmo.cli.console import print_table
 from dynmo.cli.plan_output import limit_text, show_size, show_time, waiting
 from dynmo.errors import InputError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.problem import Allowed, Problem
     from dynmo.plan.ranks import RankRow, RankTable
-    from dynmo.plan.ranks_needed import RanksNeeded
+    from dynmo.plan.workload import RanksNeeded
 
 
 # -- a workload with changing costs ----------------------------------------------------------------
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 
 def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
     """Prints how many ranks a workload needs, and when."""
-    from dynmo.plan.ranks_needed import ranks_needed
-    from dynmo.plan.workload_file import read
+    from dynmo.plan.workload import ranks_needed, read
 
     workload = read(path)
     began = time.perf_counter()
@@ -48,7 +48,7 @@ def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
 
 def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
     """Returns the key `ranks_needed`, if it was asked for."""
-    from dynmo.plan.ranks_needed import mean_ranks
+    from dynmo.plan.workload import mean_ranks
 
     if not needed:
         return {}
@@ -58,20 +58,20 @@ def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
 
 def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
     """Prints one row for each moment, and the mean."""
-    from rich.table import Table
+    from dynmo.plan.workload import mean_ranks
 
-    from dynmo.cli.console import console_for_tables
-    from dynmo.plan.ranks_needed import mean_ranks
-
-    table = Table()
-    for heading in ("steps", "ranks", "s/step"):
-        table.add_column(heading, justify="right")
-    table.add_column("layers", overflow="fold")
-    for row in needed:
-        steps, layers = f"{row.first}-{row.last}", "+".join(map(str, row.layers))
-        table.add_row(steps, str(row.ranks), f"{row.seconds:.4g}", layers)
     print()
-    console_for_tables().print(table)
+    print_table(
+        [
+            {
+                "steps": f"{row.first}-{row.last}",
+                "ranks": str(row.ranks),
+                "s/step": f"{row.seconds:.4g}",
+                "layers": "+".join(map(str, row.layers)),
+            }
+            for row in needed
+        ]
+    )
     print(f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average")
 
 

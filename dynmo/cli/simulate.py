@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +14,14 @@ import typer
 
 from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
+from dynmo.cli.console import print_table
 from dynmo.cli.options import command
 from dynmo.cli.plot import check_plot, save_plot
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dynmo.plan.workload import ReplayResult, StepTime
+    from dynmo.plan.workload import ReplayResult
 
 _ROWS, _COLUMNS = 12, 72
 
@@ -62,9 +62,7 @@ def simulate(options: SimulateOptions) -> None:
     if options.workload.suffix == ".jsonl":
         _replay_decisions(options.workload, options.as_json)
         return
-    from dynmo.plan.ranks_needed import ranks_needed
-    from dynmo.plan.workload import replay
-    from dynmo.plan.workload_file import read
+    from dynmo.plan.workload import ranks_needed, read, replay
 
     tolerance, plot = options.fewest_ranks, options.plot
     if tolerance is not None:
@@ -78,12 +76,16 @@ def simulate(options: SimulateOptions) -> None:
     seconds = time.perf_counter() - began
     if plot is not None:
         _plot(result, plot)
+    record = to_json(result, seconds)
     if options.as_json:
-        print(json.dumps(to_json(result, seconds) | ranks.needed_json(needed), allow_nan=False))
-    else:
-        _print_text(result, seconds)
-        if needed:
-            ranks.print_needed(needed, workload.ranks)
+        print(json.dumps(record | ranks.needed_json(needed), allow_nan=False))
+        return
+    _print_text(result, record)
+    if needed:
+        ranks.print_needed(needed, workload.ranks)
+
+
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def to_json(result: ReplayResult, seconds: float) -> dict[str, Any]:
@@ -93,119 +95,117 @@ def to_json(result: ReplayResult, seconds: float) -> dict[str, Any]:
     is that of perfect balance.
     """
     workload = result.workload
+    sides = {"": result.policy, "static_": result.static, "perfect_": result.perfect}
+    whole = {name: math.fsum(x.seconds for x in steps) for name, steps in sides.items()}
+    # Steps are weighted by their seconds.
+    idle = {
+        f"{name}idle_ratio": _ratio(sum(x.seconds * x.idle_ratio for x in steps), whole[name], 0.0)
+        for name, steps in sides.items()
+    }
+    static, perfect = whole["static_"], whole["perfect_"]
     total = {
         "seconds": result.seconds,
-        "static_seconds": result.static_seconds,
-        "perfect_seconds": result.perfect_seconds,
-        "speedup": _ratio(result.static_seconds, result.seconds),
-        "perfect_speedup": _ratio(result.static_seconds, result.perfect_seconds),
-        "bound": result.bound,
-        "idle_ratio": _idle(result.policy),
-        "static_idle_ratio": _idle(result.static),
-        "perfect_idle_ratio": _idle(result.perfect),
-        "rebalances": len(result.moves),
-        "moved_layers": sum(x.layers for x in result.moves),
-        "moved_bytes": sum(x.moved_bytes for x in result.moves),
-        "move_seconds": sum(x.seconds for x in result.moves),
+        "static_seconds": static,
+        "perfect_seconds": perfect,
+        "speedup": _ratio(static, result.seconds),
+        "perfect_speedup": _ratio(static, perfect),
+        "bound": -(-len(workload.names) // workload.ranks),
+        **idle,
+        **_moved(result, 0, workload.steps),
     }
+    starts = [*(moment.step for moment in workload.layers.moments), workload.steps]
     return {
         "name": workload.name,
-        "layers": workload.layers,
+        "layers": len(workload.names),
         "steps": workload.steps,
         "ranks": workload.ranks,
         "replicas": workload.replicas,
         "microbatches": workload.microbatches,
         "schedule": workload.schedule,
         "objective": str(workload.objective),
-        "policy": asdict(workload.policy),
-        "phases": [asdict(phase) for phase in result.phases],
+        "policy": workload.policy.model_dump(),
+        "phases": [_phase(result, *each) for each in pairwise(starts)],
         "rebalances": [asdict(x) for x in result.rebalances],
         "total": total,
         "seconds": seconds,
     }
 
 
-def _ratio(whole: float, part: float) -> float:
-    return whole / part if part else 1.0
+def _ratio(whole: float, part: float, otherwise: float = 1.0) -> float:
+    return whole / part if part else otherwise
 
 
-def _idle(steps: Sequence[StepTime]) -> float:
-    """Returns the idle ratio of the whole run. Steps are weighted by their seconds."""
-    whole = sum(x.seconds for x in steps)
-    return sum(x.seconds * x.idle_ratio for x in steps) / whole if whole else 0.0
+def _phase(result: ReplayResult, first: int, stop: int) -> dict[str, Any]:
+    """Returns means over the steps in which the costs stay, without moves."""
+    mine, static, perfect = (
+        [math.fsum(column) / (stop - first) for column in zip(*steps[first:stop], strict=True)]
+        for steps in (result.policy, result.static, result.perfect)
+    )
+    return {
+        "first": first,
+        "last": stop - 1,
+        "seconds": mine[0],
+        "static": static[0],
+        "perfect": perfect[0],
+        "idle_ratio": mine[1],
+        "static_idle_ratio": static[1],
+        **_moved(result, first, stop),
+        "partition": result.partitions[stop - 1],
+    }
+
+
+def _moved(result: ReplayResult, first: int, stop: int) -> dict[str, Any]:
+    moves = [x for x in result.moves if first <= x.step < stop]
+    return {
+        "rebalances": len(moves),
+        "moved_layers": sum(x.layers for x in moves),
+        "moved_bytes": sum(x.moved_bytes for x in moves),
+        "move_seconds": math.fsum(x.seconds for x in moves),
+    }
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _print_text(result: ReplayResult, seconds: float) -> None:
-    from dynmo.cli.console import console_for_tables
-
-    workload = result.workload
+def _print_text(result: ReplayResult, record: dict[str, Any]) -> None:
+    workload, total = result.workload, record["total"]
     copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
     print(
-        f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, "
+        f"{workload.name}: {record['layers']} layers on {workload.ranks} ranks{copies}, "
         f"{workload.microbatches} microbatches of {workload.schedule}, {workload.steps} steps; "
         f"{workload.policy.balancer} every {workload.policy.every} steps\n"
     )
-    console_for_tables().print(_phases(result))
-    print()
-    for line in picture(result):
-        print(line)
-    print()
-    for line in _verdict(result):
-        print(line)
-    print(f"simulated in {seconds:.2f} s")
+    print_table([_row(phase) for phase in record["phases"]])
+    print("", *picture(result), "", sep="\n")
+    print(
+        f"policy   {total['seconds']:.4g} s, {total['idle_ratio']:.1%} idle; {total['rebalances']} "
+        f"rebalances moved {total['moved_layers']} layers, {total['moved_bytes'] / 2**20:,.1f} MiB "
+        f"in {total['move_seconds']:.3g} s (of {len(result.rebalances)} proposed)\n"
+        f"static   {total['static_seconds']:.4g} s, {total['static_idle_ratio']:.1%} idle: the "
+        f"policy is x{total['speedup']:.3f}\n"
+        f"perfect  {total['perfect_seconds']:.4g} s, {total['perfect_idle_ratio']:.1%} idle: at "
+        f"most x{total['perfect_speedup']:.3f}\n"
+        f"bound    x{total['bound']}: whole layers over an even placement, "
+        f"ceil({record['layers']} / {workload.ranks})\n"
+        f"simulated in {record['seconds']:.2f} s"
+    )
 
 
-def _phases(result: ReplayResult) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for heading in (
-        "steps",
-        "s/step",
-        "static",
-        "perfect",
-        "speed-up",
-        "at most",
-        "idle",
-        "static idle",
-        "moves",
-        "MiB",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("layers", overflow="fold")
-    for phase in result.phases:
-        speedup, most = _ratio(phase.static, phase.seconds), _ratio(phase.static, phase.perfect)
-        table.add_row(
-            f"{phase.first}-{phase.last}",
-            *(f"{x:.4g}" for x in (phase.seconds, phase.static, phase.perfect)),
-            *(f"x{x:.3f}" for x in (speedup, most)),
-            *(f"{x:.1%}" for x in (phase.idle_ratio, phase.static_idle_ratio)),
-            str(phase.moved_layers),
-            f"{phase.moved_bytes / 2**20:,.1f}",
-            "+".join(map(str, phase.partition)),
-        )
-    return table
-
-
-def _verdict(result: ReplayResult) -> list[str]:
-    moves = result.moves
-    size, lost = sum(x.moved_bytes for x in moves), sum(x.seconds for x in moves)
-    layers = sum(x.layers for x in moves)
-    whole, static, perfect = result.seconds, result.static_seconds, result.perfect_seconds
-    return [
-        f"policy   {whole:.4g} s, {_idle(result.policy):.1%} idle; {len(moves)} rebalances moved "
-        f"{layers} layers, {size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(result.rebalances)} "
-        "proposed)",
-        f"static   {static:.4g} s, {_idle(result.static):.1%} idle: the policy is "
-        f"x{_ratio(static, whole):.3f}",
-        f"perfect  {perfect:.4g} s, {_idle(result.perfect):.1%} idle: at most "
-        f"x{_ratio(static, perfect):.3f}",
-        f"bound    x{result.bound}: whole layers over an even placement, "
-        f"ceil({result.workload.layers} / {result.workload.ranks})",
-    ]
+def _row(phase: dict[str, Any]) -> dict[str, str]:
+    static = phase["static"]
+    return {
+        "steps": f"{phase['first']}-{phase['last']}",
+        "s/step": f"{phase['seconds']:.4g}",
+        "static": f"{static:.4g}",
+        "perfect": f"{phase['perfect']:.4g}",
+        "speed-up": f"x{_ratio(static, phase['seconds']):.3f}",
+        "at most": f"x{_ratio(static, phase['perfect']):.3f}",
+        "idle": f"{phase['idle_ratio']:.1%}",
+        "static idle": f"{phase['static_idle_ratio']:.1%}",
+        "moves": str(phase["moved_layers"]),
+        "MiB": f"{phase['moved_bytes'] / 2**20:,.1f}",
+        "layers": "+".join(map(str, phase["partition"])),
+    }
 
 
 def picture(result: ReplayResult) -> list[str]:
@@ -244,9 +244,6 @@ def picture(result: ReplayResult) -> list[str]:
 
 def _replay_decisions(path: Path, as_json: bool) -> None:
     """Prints each decision of a run, its reason, and whether the answer is the same again."""
-    from rich.table import Table
-
-    from dynmo.cli.console import console_for_tables
     from dynmo.plan.decisions import ask_again
     from dynmo.plan.situation import read_records
 
@@ -267,13 +264,20 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
         same = all(record.answer == answer for record, answer, _ in rows)
         print(json.dumps({"decisions": decisions, "same": same}, allow_nan=False))
         return
-    table = Table(title=f"{path}: {len(rows)} decisions", title_justify="left")
-    for heading in ("step", "what", "again", "why"):
-        table.add_column(heading, justify="right" if heading == "step" else "left")
-    for record, answer, reason in rows:
-        same = "the same" if answer == record.answer else f"differs: {json.dumps(answer)}"
-        table.add_row(str(record.situation.step), record.kind, same, reason)
-    console_for_tables().print(table)
+    print_table(
+        [
+            {
+                "step": str(record.situation.step),
+                "what": record.kind,
+                "again": "the same"
+                if answer == record.answer
+                else f"differs: {json.dumps(answer)}",
+                "why": reason,
+            }
+            for record, answer, reason in rows
+        ],
+        f"{path}: {len(rows)} decisions",
+    )
 
 
 # -- plot ------------------------------------------------------------------------------------------

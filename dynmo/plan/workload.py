@@ -1,16 +1,11 @@
-"""Replays a changing workload under a policy, without running it.
-
-The replay says what balancing would bring, on any number of ranks.
+"""A workload that changes while it trains, and what balancing would bring to it.
 
     moments    |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
     decisions  ^     ^     ^     ^     ^     ^                every so many steps
 
-A decision rests on the costs up to the step before.
-
-A decision is that of a run: `decide_move` is asked with what a run would know. The profiler
-condenses the newest steps' costs (`readings`). If a dynamic case announces that costs change, the
-profiler drops the readings that no longer hold. Costs that differ with the tokens of each step are
-not announced.
+Nothing is run. A decision is that of a run: `decide_move` is asked with what a run would know, the
+readings of the newest steps before it. If a dynamic case announces that costs change, readings that
+no longer hold are dropped. Costs that differ with the tokens of each step are not announced.
 
 Two others run beside the policy. `static` leaves the layers where they started, evenly spread. In
 `perfect` every stage has the same part of every F, B and W, as if layers could be cut anywhere. If
@@ -26,97 +21,260 @@ a ring:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
-from typing import final
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, cast, final
 
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
-from dynmo.cost.profile_file import TIMES, Profile
-from dynmo.cost.readings import Readings, Times
-from dynmo.errors import InputError, PartitionError
-from dynmo.plan.balance_request import balancer
-from dynmo.plan.decisions import propose, weigh_move
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from dynmo.cost.input_file import Link, read_json, read_text, unknown_key
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES, Profile, alias
+from dynmo.cost.readings import WINDOW, Readings, Times
+from dynmo.errors import InputError, PartitionError, one_line
+from dynmo.files import parse_toml
+from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole, problems_of
+from dynmo.plan.best import plan_on
+from dynmo.plan.decisions import decide_move
+from dynmo.plan.evaluate import Plan, evaluate, even_costs, frozen_stages, roomy_caps
 from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.options import Balance
-from dynmo.plan.partition import Cost, Partition, uniform
-from dynmo.plan.plan_request import Plan, PlanRequest, evaluate_partition
-from dynmo.plan.situation import Layers, Situation
-from dynmo.plan.speeds import Speeds
-from dynmo.plan.stage_costs import frozen_stages
-from dynmo.schedule.automatic.make import make
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.problem import Allowed, Choice, Mesh, Problem, Work
+from dynmo.plan.situation import Situation
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, stage_ranks_of
-from dynmo.schedule.memory import Limit
+from dynmo.schedule.catalogue import chunks_of, entry, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 
-_FREE = LinkCost(0.0, math.inf)
+Layers = tuple[LayerCost, ...]
+
+# -- the file --------------------------------------------------------------------------------------
+
+Time = Annotated[float, Field(ge=0, le=1e30)]
+Factor = Annotated[float, Field(gt=0, le=1e30)]
+Size = Annotated[int, Field(ge=0, le=1 << 60)]
+Sizes = Size | Listed[Size]
+
+_size_fields: dict[str, Any] = {
+    key: (Sizes | None, Field(None, validation_alias=alias(key))) for key in SIZES
+}
+_Sized = create_model("_Sized", __base__=Options, **_size_fields)
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The balancer, its frequency, and what a move must bring. See `trigger`.
-
-    Attributes:
-        every: Steps from one decision to the next.
-        seconds_per_byte: Seconds per byte of a move. None: as long as the link takes.
-    """
-
-    balancer: str = "exact"
-    cost: Cost = "time"
-    every: int = 10
-    margin: float = 1.0
-    hysteresis: float = 0.02
-    seconds_per_byte: float | None = None
-    seed: int = 0
+def _wrong_lengths(lists: Iterable[tuple[str, Any]], count: int, unit: str) -> Iterator[str]:
+    for key, values in lists:
+        if not isinstance(values, int | None) and len(values) != count:
+            yield f"{key} has {len(values)} entries for {count} {unit}s; give one per {unit}"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A workload that changes while it trains.
+class Moment(_Sized):
+    """Costs from a step on: seconds of each layer, and sizes that differ from those of [layers]."""
 
-    Attributes:
-        moments: First step and cost of each layer, for each change of the costs. The first moment
-            is at step 0.
-        names: Names of the layers.
-        steps: Number of steps.
-        microbatches: Microbatches of a step of one replica.
-        replicas: Number of pipelines that sum their gradients.
-        chunks: Stages per rank. None means the schedule's own number.
-        memory_limit: Bytes of a rank, or of each. None means unlimited.
-        speeds: Speed of each rank. None: all are 1.
-        initial: Layers on each stage at the start. None: evenly spread.
-        link: Link between ranks.
-        replica_link: Link between copies.
-        announced: A dynamic case announces that the costs change.
-    """
+    step: Whole
+    f: Listed[Time]
+    b: Listed[Time]
+    w: Listed[Time]
 
-    name: str
-    moments: tuple[tuple[int, tuple[LayerCost, ...]], ...]
-    names: tuple[str, ...]
-    steps: int
-    ranks: int
-    microbatches: int
-    replicas: int = 1
+    @classmethod
+    def of(cls, step: int, layers: Sequence[LayerCost]) -> Self:
+        return cls(step=step, **{key: [getattr(x, key) for x in layers] for key in TIMES + SIZES})
+
+
+class LayerSection(_Sized):
+    """The section [layers]. Each size is one number, or one per layer."""
+
+    trace: str | None = None
+    """File that has the moments instead."""
+    moments: Listed[Moment] = ()
+    unit: Factor = 1.0
+    """Seconds of one unit of F, B and W."""
+    names: Listed[str] | None = None
+
+    def _problems(self) -> Iterator[str]:
+        if not self.moments:
+            yield _NO_MOMENTS
+        where = "layers.moments" if self.trace is None else f"trace {self.trace}: moments"
+        count = len(self.moments[0].f)
+        if not count:
+            yield f"{where}[0].f is empty; give one number per layer"
+        lists = [
+            (f"{where}[{index}].{key}", getattr(moment, key))
+            for index, moment in enumerate(self.moments)
+            for key in TIMES + SIZES
+        ]
+        lists += [(f"layers.{key}", getattr(self, key)) for key in (*SIZES, "names")]
+        yield from _wrong_lengths(lists, count, "layer")
+        for index, moment in enumerate(self.moments):
+            if not any((*moment.b, *moment.w)):
+                yield f"{where}[{index}]: b and w are 0 for every layer, so nothing trains"
+
+    def costs(self, moment: Moment) -> Layers:
+        count, columns = len(moment.f), list[Sequence[int]]()
+        for key in SIZES:
+            given = [
+                getattr(at, name) for name in (key, AT_MOST.get(key, key)) for at in (moment, self)
+            ]
+            size: Any = next((x for x in given if x is not None), 0)
+            columns.append((size,) * count if isinstance(size, int) else size)
+        return tuple(
+            LayerCost(f * self.unit, b * self.unit, w * self.unit, *sizes)
+            for f, b, w, *sizes in zip(moment.f, moment.b, moment.w, *columns, strict=True)
+        )
+
+
+_NO_MOMENTS = "[layers] needs either trace = FILE or [[layers.moments]] with step, f, b, w"
+
+
+class Policy(Balance):
+    """The balancer, its frequency, and what a move must bring."""
+
+    every: Count = 10
+    """Steps from one decision to the next."""
+    seconds_per_byte: Time | None = None
+    """Seconds per byte of a move. Not set: as long as the link takes."""
+    seed: Whole = 0
+
+
+class Workload(Options):
+    """A workload that changes while it trains. The file has these keys."""
+
+    name: str = "workload"
+    steps: Annotated[int, Field(ge=1, le=10**7)]
+    ranks: Count
+    microbatches: Count
+    """Microbatches of a step of one replica."""
+    replicas: Count = 1
+    """Number of pipelines that sum their gradients."""
     schedule: str = "zb-h1"
-    chunks: int | None = None
-    objective: Objective = Objective.MAKESPAN
-    memory_limit: Limit = None
-    initial: tuple[int, ...] | None = None
-    link: LinkCost = _FREE
-    replica_link: LinkCost = _FREE
-    policy: Policy = Policy()
+    chunks: Count | None = None
+    """Stages per rank. Not set: the schedule's own number."""
+    objective: Annotated[Objective, Lax] = Objective.MAKESPAN
+    memory_limit: MemoryLimit = None
+    speeds: Listed[Factor] | None = None
+    """Speed of each rank. Not set: all are 1."""
     announced: bool = True
-    speeds: Speeds | None = None
+    """Whether a dynamic case announces that the costs change."""
+    layers: LayerSection
+    policy: Policy = Policy()
+    link: Link = Link()
+    """Between ranks."""
+    replica_link: Link | None = None
+    """Between copies. Not set: as between ranks."""
+
+    def _problems(self) -> Iterator[str]:
+        of_ranks = [("memory_limit", self.memory_limit), ("speeds", self.speeds)]
+        yield from _wrong_lengths(of_ranks, self.ranks, "rank")
+        steps = [moment.step for moment in self.layers.moments]
+        if steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
+            yield (
+                f"layers.moments begin at the steps {steps}; the first begins at 0, and each later "
+                "than the one before"
+            )
+        if steps[-1] >= self.steps:
+            yield (
+                f"layers.moments: the last begins at step {steps[-1]}, but there are {self.steps} "
+                "steps"
+            )
 
     @property
-    def layers(self) -> int:
-        return len(self.names)
+    def moments(self) -> tuple[tuple[int, Layers], ...]:
+        """First step and costs of each moment."""
+        return tuple((x.step, self.layers.costs(x)) for x in self.layers.moments)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        count = len(self.layers.moments[0].f)
+        return tuple(self.layers.names or (f"layer {i}" for i in range(count)))
 
 
-@dataclass(frozen=True)
-class StepTime:
+class _Trace(Options):
+    """The costs of a trace at its moments. Further keys say where a trace is from."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    f: Listed[Listed[Time]]
+    b: Listed[Listed[Time]]
+    w: Listed[Listed[Time]]
+
+    def _problems(self) -> Iterator[str]:
+        lengths = [len(self.f), len(self.b), len(self.w)]
+        if not lengths[0] or len(set(lengths)) > 1:
+            yield f"f, b and w have {lengths} moments; all have as many, and at least one"
+
+
+def read(path: Path) -> Workload:
+    """Reads and checks a workload, and the trace that it names (from its own folder)."""
+    try:
+        data = parse_toml(read_text(path, f"workload {path}"))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"workload {path}: not TOML: {error}") from None
+    try:
+        return parse({"name": path.stem} | data, path.parent)
+    except InputError as error:
+        raise InputError(f"workload {path}: {error}") from None
+
+
+def parse(data: Mapping[str, Any], folder: Path) -> Workload:
+    """Checks a workload that is already read, and reads the trace that it names."""
+    layers, steps = _table(data.get("layers")), data.get("steps")
+    trace = layers.get("trace")
+    if isinstance(trace, str) and "moments" in layers:
+        raise InputError(_NO_MOMENTS)
+    if isinstance(trace, str) and isinstance(steps, int):
+        data = {**data, "layers": layers | {"moments": _moments(folder / trace, steps)}}
+    return _checked(Workload, data)
+
+
+def _table(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _moments(trace: Path, steps: int) -> list[Moment]:
+    """Spreads the moments of a trace evenly over the steps. With fewer steps, some are left out."""
+    where = f"trace {trace}"
+    costs = _checked(_Trace, _table(read_json(trace, where)), f"{where}: ")
+    count = len(costs.f)
+    starts = {
+        index * steps // count: times
+        for index, times in reversed(list(enumerate(zip(costs.f, costs.b, costs.w, strict=True))))
+    }
+    return [Moment(step=step, f=f, b=b, w=w) for step, (f, b, w) in sorted(starts.items())]
+
+
+_Checked = TypeVar("_Checked", bound=Options)
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "layers": LayerSection,
+    "moments": Moment,
+    "policy": Policy,
+    "link": Link,
+    "replica_link": Link,
+}
+
+
+def _checked(kind: type[_Checked], data: Mapping[str, Any], where: str = "") -> _Checked:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        # A mistyped key comes before the key that is missing for it.
+        first = min(problems_of(error, data), key=lambda problem: not problem.is_unknown)
+        text = first.text
+        if first.is_unknown:
+            *section, key = (part for part in first.place if isinstance(part, str))
+            keys = _SECTIONS[section[-1]] if section else kind
+            text = unknown_key(key, keys.model_fields, ".".join([*section, key]))
+        raise InputError(one_line(where + text)) from None
+
+
+# -- the replay ------------------------------------------------------------------------------------
+
+
+class StepTime(NamedTuple):
     """Predicted seconds of one step, and the share of them that ranks do not work."""
 
     seconds: float
@@ -146,32 +304,6 @@ class Rebalance:
 
 
 @dataclass(frozen=True)
-class MomentResult:
-    """The steps first..last, in which the costs stay.
-
-    Seconds and idle ratios of a step are means over these steps, without moves.
-
-    Attributes:
-        rebalances: Number of moves.
-        move_seconds: Seconds of the moves.
-        partition: Layers on each stage after the last step.
-    """
-
-    first: int
-    last: int
-    seconds: float
-    static: float
-    perfect: float
-    idle_ratio: float
-    static_idle_ratio: float
-    rebalances: int
-    moved_layers: int
-    moved_bytes: int
-    move_seconds: float
-    partition: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class ReplayResult:
     """Every step of the policy, of `static` and of `perfect`, and the decisions.
 
@@ -190,265 +322,130 @@ class ReplayResult:
         return tuple(x for x in self.rebalances if x.moved)
 
     @property
-    def bound(self) -> int:
-        return -(-self.workload.layers // self.workload.ranks)
-
-    @property
     def seconds(self) -> float:
         """Seconds of all steps, and of the moves between them."""
-        return math.fsum(x.seconds for x in self.policy) + math.fsum(x.seconds for x in self.moves)
-
-    @property
-    def static_seconds(self) -> float:
-        return math.fsum(x.seconds for x in self.static)
-
-    @property
-    def perfect_seconds(self) -> float:
-        return math.fsum(x.seconds for x in self.perfect)
-
-    @property
-    def phases(self) -> tuple[MomentResult, ...]:
-        starts = [start for start, _ in self.workload.moments]
-        stops = [*starts[1:], self.workload.steps]
-        return tuple(
-            self._moment_result(start, stop) for start, stop in zip(starts, stops, strict=True)
-        )
-
-    def _moment_result(self, start: int, stop: int) -> MomentResult:
-        done = [x for x in self.moves if start <= x.step < stop]
-        return MomentResult(
-            start,
-            stop - 1,
-            _mean([x.seconds for x in self.policy[start:stop]]),
-            _mean([x.seconds for x in self.static[start:stop]]),
-            _mean([x.seconds for x in self.perfect[start:stop]]),
-            _mean([x.idle_ratio for x in self.policy[start:stop]]),
-            _mean([x.idle_ratio for x in self.static[start:stop]]),
-            len(done),
-            sum(x.layers for x in done),
-            sum(x.moved_bytes for x in done),
-            math.fsum(x.seconds for x in done),
-            self.partitions[stop - 1],
-        )
+        return math.fsum(x.seconds for x in (*self.policy, *self.moves))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _first_trainable(layers: Sequence[LayerCost]) -> int:
-    return next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
-
-
-def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
-    """Replays a workload. Calls `listen` with the number of finished steps after every step.
+def replay(workload: Workload) -> ReplayResult:
+    """Replays a workload.
 
     Raises:
         InputError: The schedule cannot be made, or the placement does not fit the memory.
     """
-    return Replayer(workload).run(listen)
+    policy, steps = workload.policy, _Steps(workload)
+    moments = dict(workload.moments)
+    layers = known = moments[0]
+    current = even = uniform(len(layers), len(steps.stage_ranks))
+    if policy.initial is not None:
+        current = Partition(tuple(policy.initial))
+    if (current.layers, current.stages) != (even.layers, even.stages):
+        raise InputError(
+            f"policy.initial counts {current.layers} layers on {current.stages} stages, but there "
+            f"are {even.layers} layers on {even.stages} stages"
+        )
+    readings = [Readings() for _ in layers]
+    mine, static, perfect = list[StepTime](), list[StepTime](), list[StepTime]()
+    considered, partitions = list[Rebalance](), list[tuple[int, ...]]()
+    asked, decided = None, list[Rebalance]()
+    least = -math.inf if policy.balancer.startswith("python:") else policy.hysteresis
+    cuts = sorted({*moments, *range(0, workload.steps, policy.every)})
+    for start, stop in pairwise([*cuts, workload.steps]):  # costs and placement stay until `stop`
+        if start and start % policy.every == 0:
+            known, halves = _condensed(readings, layers)
+            question = known, halves, current
+            # Whether a gain is too small does not depend on the steps that are left.
+            if question != asked or any(x.predicted_gain >= least for x in decided):
+                decided = _decide(situation(workload, start, *question))
+            asked = question
+            considered += [replace(x, step=start) for x in decided]
+            if decided and decided[0].moved:
+                target = Partition(decided[0].target)
+                for move in moves_between_ranks(current, target, steps.stage_ranks):
+                    readings[move.layer] = Readings()
+                current = target
+        before, layers = layers, moments.get(start, layers)
+        for index, (old, new) in enumerate(zip(before, layers, strict=True)):
+            if workload.announced and old != new:
+                readings[index] = Readings()
+        count = stop - start
+        for reading, layer in list(zip(readings, layers, strict=True)) * min(count, WINDOW):
+            reading.add_alike(Times(layer.f, layer.b, layer.w), workload.announced)
+        each = steps.time(layers, known, current), steps.time(layers, known, even)
+        mine += [each[0]] * count
+        static += [each[1]] * count
+        # Even stages share a frozen prefix's work, so that all of them run backwards. A placement
+        # may therefore do better than even stages.
+        ideal = min(steps.perfect(layers, even), *each, key=lambda x: x.seconds)
+        perfect += [ideal] * count
+        partitions += [current.counts] * count
+    return ReplayResult(
+        workload,
+        tuple(mine),
+        tuple(static),
+        tuple(perfect),
+        tuple(considered),
+        tuple(partitions),
+    )
 
 
-@final
-class SimulatedProfiler:
-    """Condenses costs of steps as a run's profiler condenses its measurements: by `Readings`."""
+def _condensed(readings: Sequence[Readings], layers: Layers) -> tuple[Layers, tuple[Layers, ...]]:
+    """Returns costs by all readings, and by the earlier and by the later ones alone.
 
-    def __init__(self, layers: int, readings_per_step: int = 2) -> None:
-        self._per_step = readings_per_step
-        self._readings = [Readings() for _ in range(layers)]
-        self._latest: Layers = ()
-
-    def observe(self, layers: Layers) -> None:
-        self._latest = layers
-        for readings, layer in zip(self._readings, layers, strict=True):
-            readings.add_alike(Times(layer.f, layer.b, layer.w), self._per_step > 1)
-
-    def forget(self, layers: Iterable[int]) -> None:
-        """Drops the readings of layers that have changed or moved."""
-        for index in layers:
-            self._readings[index] = Readings()
-
-    def costs(self) -> Layers:
-        return self._with([readings.seconds for readings in self._readings])
-
-    def halves(self) -> tuple[Layers, ...]:
-        """Returns the costs by the earlier and by the later readings alone.
-
-        Empty if some layer has one reading only.
-        """
-        known = [x for readings in self._readings if (x := readings.halves) is not None]
-        if len(known) < len(self._readings):
-            return ()
-        return tuple(self._with([x[half] for x in known]) for half in (0, 1))
-
-    def _with(self, times: Sequence[Times]) -> Layers:
-        return tuple(
+    The latter are missing if some layer has one reading only.
+    """
+    times = [(x.seconds, *(x.halves or ())) for x in readings]
+    known, *halves = (
+        tuple(
             layer if (layer.f, layer.b, layer.w) == x else replace(layer, f=x.f, b=x.b, w=x.w)
-            for layer, x in zip(self._latest, times, strict=True)
+            for layer, x in zip(layers, column, strict=True)
         )
+        for column in zip(*times, strict=False)
+    )
+    return known, tuple(halves)
 
 
-@final
-class Replayer:
-    """Predicts the steps of one workload, and decides as a run does."""
+def situation(
+    workload: Workload, step: int, layers: Layers, halves: tuple[Layers, ...], current: Partition
+) -> Situation:
+    """Returns what a run knows before a step."""
+    problem = _problem(workload, layers)
+    return Situation(
+        step=step,
+        end=workload.steps,
+        layers=layers,
+        halves=halves,
+        names=workload.names,
+        first_trainable=problem.profile.first_trainable,
+        links=problem.profile.links,
+        mesh=_mesh(workload, problem),
+        partition=current,
+        chunks=workload.chunks,
+        objective=workload.objective,
+        memory_limit=workload.memory_limit,
+        speeds=problem.speeds,
+        scheduled_speeds=problem.speeds,
+        accumulation_groups=workload.replicas,
+        seconds_per_byte=workload.policy.seconds_per_byte,
+        balance=workload.policy,
+        seed=workload.policy.seed,
+    )
 
-    def __init__(self, workload: Workload) -> None:
-        balancer(workload.policy.balancer)  # is there, and can be called
-        self.workload = workload
-        self.stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
-        self.from_costs = entry(workload.schedule).from_costs
-        even = uniform(workload.layers, len(self.stage_ranks))
-        self.even = even
-        self.start = even if workload.initial is None else Partition(workload.initial)
-        if (self.start.layers, self.start.stages) != (even.layers, even.stages):
-            raise InputError(
-                f"policy.initial counts {self.start.layers} layers on {self.start.stages} stages, "
-                f"but there are {even.layers} layers "
-                f"on {even.stages} stages"
-            )
-        # Costs by number: first those of the moments, then those that the profiler condenses.
-        self.costs = [layers for _, layers in workload.moments]
-        self.numbers = {layers: number for number, layers in reversed(list(enumerate(self.costs)))}
-        self.profiler = SimulatedProfiler(workload.layers, 2 if workload.announced else 1)
-        self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
-        self.targets: dict[tuple[int, tuple[int, ...]], Partition] = {}
-        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.stage_ranks) if a != b}
-        self.links = tuple((pair, workload.link) for pair in sorted(pairs))
-        self.known: dict[tuple[int, int, tuple[int, ...]], StepTime] = {}
 
-    def run(self, listen: Callable[[int], None] | None) -> ReplayResult:
-        workload, policy = self.workload, self.workload.policy
-        current = self.start
-        policy_steps, static, ideal = list[StepTime](), list[StepTime](), list[StepTime]()
-        considered: list[Rebalance] = []
-        partitions: list[tuple[int, ...]] = []
-        perfect = [self.perfect(moment) for moment in range(len(workload.moments))]
-        measured = 0  # the number of the costs that the schedule was last made from
-        for step in range(workload.steps):
-            if step and step % policy.every == 0:
-                measured = self.number(self.profiler.costs())
-                if policy.balancer != "none":
-                    rebalance = self.consider(step, measured, current)
-                    if rebalance is not None:
-                        considered.append(rebalance)
-                        current = self.after(rebalance, current)
-            moment = self.moment(step)
-            if workload.announced and step:
-                self.profiler.forget(self.changed_layers(self.moment(step - 1), moment))
-            self.profiler.observe(self.costs[moment])
-            had = self.step(moment, measured, current), self.step(moment, measured, self.even)
-            policy_steps.append(had[0])
-            static.append(had[1])
-            # Even stages share a frozen prefix's work, so that all of them run backwards. A
-            # placement may therefore do better than even stages.
-            ideal.append(min(perfect[moment], *had, key=lambda x: x.seconds))
-            partitions.append(current.counts)
-            if listen is not None:
-                listen(step + 1)
-        return ReplayResult(
-            workload,
-            tuple(policy_steps),
-            tuple(static),
-            tuple(ideal),
-            tuple(considered),
-            tuple(partitions),
-        )
-
-    def after(self, rebalance: Rebalance, current: Partition) -> Partition:
-        """Moves the layers if the decision says so."""
-        if not rebalance.moved:
-            return current
-        target = Partition(rebalance.target)
-        moves = moves_between_ranks(current, target, self.stage_ranks)
-        self.profiler.forget(move.layer for move in moves)
-        return target
-
-    def moment(self, step: int) -> int:
-        return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
-
-    def number(self, layers: tuple[LayerCost, ...]) -> int:
-        if layers not in self.numbers:
-            self.numbers[layers] = len(self.costs)
-            self.costs.append(layers)
-        return self.numbers[layers]
-
-    def changed_layers(self, before: int, after: int) -> list[int]:
-        pairs = zip(self.costs[before], self.costs[after], strict=True)
-        return [index for index, (old, new) in enumerate(pairs) if old != new]
-
-    def request(self, moment: int, current: Partition) -> PlanRequest:
-        workload = self.workload
-        layers = self.costs[moment]
-        profile = Profile(
-            layers,
-            workload.names,
-            _first_trainable(layers),
-            self.links,
-            partition=current.counts,
-            ranks=workload.ranks,
-        )
-        return PlanRequest(
-            profile,
-            workload.ranks,
-            workload.microbatches,
-            workload.schedule,
-            workload.policy.balancer,
-            workload.chunks,
-            workload.memory_limit,
-            workload.objective,
-            cost=workload.policy.cost,
-            speeds=workload.speeds,
-        )
-
-    # -- deciding, as a run does -------------------------------------------------------------------
-
-    def situation(self, step: int, measured: int, current: Partition) -> Situation:
-        workload, policy, layers = self.workload, self.workload.policy, self.costs[measured]
-        return Situation(
-            step=step,
-            end=workload.steps,
-            layers=layers,
-            halves=self.profiler.halves(),
-            names=workload.names,
-            first_trainable=_first_trainable(layers),
-            links=self.links,
-            mesh=Mesh(
-                workload.ranks, workload.replicas, workload.microbatches, 1, workload.schedule
-            ),
-            partition=current,
-            chunks=workload.chunks,
-            objective=workload.objective,
-            memory_limit=workload.memory_limit,
-            speeds=workload.speeds,
-            scheduled_speeds=workload.speeds,
-            accumulation_groups=workload.replicas,
-            seconds_per_byte=policy.seconds_per_byte,
-            balance=Balance(
-                balancer=policy.balancer,
-                cost=policy.cost,
-                margin=policy.margin,
-                hysteresis=policy.hysteresis,
-            ),
-            seed=policy.seed,
-        )
-
-    def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
-        """Decides if layers move, by the function that a run calls."""
-        now = self.situation(step, measured, current)
-        key = measured, current.counts
-        if key not in self.targets or now.balance.balancer.startswith("python:"):
-            try:
-                self.targets[key] = propose(now)
-            except PartitionError:  # no placement fits the memory
-                self.targets[key] = current
-        choice = weigh_move(now, self.targets[key])
-        if choice is None:
-            return None
-        moves = moves_between_ranks(current, choice.target, self.stage_ranks)
-        return Rebalance(
-            step,
+def _decide(now: Situation) -> list[Rebalance]:
+    """Decides if layers move, by the function that a run calls. Empty: they are in place."""
+    try:
+        choice = decide_move(now)
+    except PartitionError:  # no placement fits the memory
+        return []
+    if choice is None:
+        return []
+    moves = moves_between_ranks(now.partition, choice.target, now.stages.stage_ranks)
+    return [
+        Rebalance(
+            now.step,
             choice.decision.move,
-            current.counts,
+            now.partition.counts,
             choice.target.counts,
             len(moves),
             sum(now.layers[move.layer].moved_bytes for move in moves),
@@ -456,81 +453,157 @@ class Replayer:
             choice.decision.predicted_gain,
             choice.decision.reason,
         )
+    ]
 
-    # -- how long a step takes ---------------------------------------------------------------------
 
-    def plan(self, moment: int, partition: Partition) -> Plan:
-        key = moment, partition.counts
-        if key not in self.plans:
-            self.plans[key] = evaluate_partition(self.request(moment, partition), partition)
-        return self.plans[key]
+def _problem(workload: Workload, layers: Layers) -> Problem:
+    stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
+    pairs = {(min(a, b), max(a, b)) for a, b in pairwise(stage_ranks) if a != b}
+    link = workload.link.to_link_cost()
+    trained = (index for index, x in enumerate(layers) if x.b or x.w)
+    return Problem(
+        Profile(
+            layers,
+            workload.names,
+            next(trained, len(layers) - 1),
+            tuple((pair, link) for pair in sorted(pairs)),
+            microbatch=1,
+        ),
+        Work(workload.objective, chunks=workload.chunks, cost=workload.policy.cost),
+        workload.memory_limit,
+        None if workload.speeds is None else tuple(workload.speeds),
+    )
 
-    def step(self, moment: int, measured: int, partition: Partition) -> StepTime:
-        """Time of a step under the schedule made from the last measured costs."""
-        if not self.from_costs:
-            measured = moment
-        key = moment, measured, partition.counts
-        if key not in self.known:
-            plan = self.plan(moment, partition)
-            timeline = plan.timeline
-            if measured != moment:
-                schedule = self.plan(measured, partition).schedule
-                # With another frozen prefix the order is made anew at once, because there are other
-                # ops.
-                if schedule.first_trainable == plan.schedule.first_trainable:
-                    timeline = simulate(schedule, plan.costs)
-            self.known[key] = self.finish(timeline, plan)
-        return self.known[key]
 
-    def finish(self, timeline: Timeline, plan: Plan) -> StepTime:
-        """Time of a step: the ops, then the reduction of every rank's gradients."""
+def _mesh(workload: Workload, problem: Problem) -> Mesh:
+    size, name = workload.microbatches, workload.schedule
+    return problem.mesh(workload.ranks, size, name, workload.replicas)
+
+
+@final
+class _Steps:
+    """Predicts the steps of a workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
+        self.plan = cache(self._plan)
+        self.time = cache(self._time)
+        self.perfect = cache(self._perfect)
+
+    def _plan(self, layers: Layers, partition: Partition) -> Plan:
+        problem = _problem(self.workload, layers)
+        return evaluate(problem, Choice(_mesh(self.workload, problem), partition)).check_room()
+
+    def _time(self, layers: Layers, known: Layers, partition: Partition) -> StepTime:
+        """Time of a step under the schedule made from the costs that were known last."""
+        plan = made = self.plan(layers, partition)
+        if entry(self.workload.schedule).from_costs:
+            made = self.plan(known, partition)
+            # With another frozen prefix there are other ops, so the order is made anew at once.
+            if made.schedule.first_trainable != plan.schedule.first_trainable:
+                made = plan
+        return self.with_reductions(simulate(made.schedule, plan.costs), plan)
+
+    def with_reductions(self, timeline: Timeline, plan: Plan) -> StepTime:
         held = [0] * self.workload.ranks
-        for layer, cost in enumerate(plan.request.layers):
-            held[self.stage_ranks[plan.partition.owner(layer)]] += (
-                cost.gradient_bytes if cost.w else 0
-            )
-        return self.until(timeline, [self.reduce(x) for x in held])
+        for index, layer in enumerate(plan.layers):
+            rank = self.stage_ranks[plan.partition.owner(index)]
+            held[rank] += layer.gradient_bytes if layer.w else 0
+        return self.until(timeline, held)
 
-    def until(self, timeline: Timeline, reduce: Sequence[float]) -> StepTime:
-        """Time of a step: the ops, then the reductions."""
+    def until(self, timeline: Timeline, held: Sequence[float]) -> StepTime:
+        """Time of a step: the ops, then the reduction of every rank's bytes of gradients."""
+        workload = self.workload
+        link = (workload.replica_link or workload.link).to_link_cost()
         begin = min(row[0].start for row in timeline.ranks)
-        makespan = self.workload.objective is Objective.MAKESPAN
+        barrier = workload.objective is Objective.MAKESPAN
         seconds = max(
-            row[-1].end + tail - (begin if makespan else row[0].start)
-            for row, tail in zip(timeline.ranks, reduce, strict=True)
+            row[-1].end
+            + 2 * link.ring_seconds(size, workload.replicas)
+            - (begin if barrier else row[0].start)
+            for row, size in zip(timeline.ranks, held, strict=True)
         )
         busy = math.fsum(timeline.busy) / len(timeline.busy)
         return StepTime(seconds, 1 - busy / seconds if seconds else 0.0)
 
-    def reduce(self, size: float) -> float:
-        return 2 * self.workload.replica_link.ring_seconds(size, self.workload.replicas)
-
-    def perfect(self, moment: int) -> StepTime:
+    def _perfect(self, layers: Layers, even: Partition) -> StepTime:
         """Time of a step if every stage has the mean of F, B, W and gradients.
 
         The links are those of the even placement.
         """
-        workload, stages = self.workload, len(self.stage_ranks)
-        even = self.plan(moment, self.even)
-        layers = even.request.layers
+        workload, plan = self.workload, self.plan(layers, even)
         speeds = workload.speeds or (1.0,)
-        shares = stages * math.fsum(speeds) / len(speeds)
-        f, b, w = (math.fsum(getattr(x, key) for x in layers) / shares for key in TIMES)
-        kept, stash = (
-            math.fsum(getattr(x, key) for x in layers) / stages or 1.0
-            for key in ("activation_bytes", "stash_bytes")
+        shares = even.stages * math.fsum(speeds) / len(speeds)
+        times = (math.fsum(getattr(x, key) for x in plan.layers) / shares for key in TIMES)
+        costs = replace(even_costs(plan.layers, even.stages, *times), links=plan.costs.links)
+        caps, frozen = roomy_caps(costs, self.stage_ranks), frozen_stages(costs)
+        schedule = plan.replica.make(costs, caps, min(frozen, even.stages - 1))
+        size = math.fsum(x.gradient_bytes for x in plan.layers if x.w) / workload.ranks
+        return self.until(simulate(schedule, costs), [size] * workload.ranks)
+
+
+# -- fewest ranks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RanksNeeded:
+    """The fewest ranks that are fast enough in the steps first .. last. All, if none are.
+
+    Attributes:
+        seconds: Seconds of a step on these ranks.
+        layers: Layers on each stage.
+    """
+
+    first: int
+    last: int
+    ranks: int
+    seconds: float
+    layers: tuple[int, ...]
+
+
+def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...]:
+    """Finds the fewest ranks for each moment of a workload.
+
+    The costs are known at once, and moves are free. The microbatches stay. A step may take
+    `tolerance` longer, as a share, than that of the first moment on all ranks.
+
+    Raises:
+        InputError: The first moment does not fit all ranks.
+    """
+    if workload.speeds is not None or isinstance(workload.memory_limit, tuple):
+        key = "memory_limit" if workload.speeds is None else "speeds"
+        raise InputError(
+            f"{key} names single ranks, but --fewest-ranks searches their number; leave one of the "
+            "two out"
         )
-        costs = Costs((StageCost(f, b, w, kept, stash - kept, -stash),) * stages, even.costs.links)
-        caps = (2.0 * stages * kept,) * workload.ranks
-        schedule = make(
-            workload.schedule,
-            workload.ranks,
-            workload.microbatches,
-            costs=costs,
-            chunks=workload.chunks,
-            caps=caps,
-            first_trainable=min(frozen_stages(costs), stages - 1),
-            objective=workload.objective,
-        )
-        size = math.fsum(x.gradient_bytes for x in layers if x.w) / workload.ranks
-        return self.until(simulate(schedule, costs), [self.reduce(size)] * workload.ranks)
+    moments, all_ranks = workload.moments, workload.ranks
+    stops = [*(start for start, _ in moments[1:]), workload.steps]
+    most = min(all_ranks, len(workload.names) // chunks_of(workload.schedule, workload.chunks))
+    limit = (1 + tolerance) * _on(all_ranks, workload, moments[0][1])[0]
+    rows = list[RanksNeeded]()
+    for (start, layers), stop in zip(moments, stops, strict=True):
+        for ranks in range(1, most + 1):
+            with suppress(InputError):  # it does not fit, or the schedule needs more ranks
+                found = _on(ranks, workload, layers)
+                if found[0] <= limit:
+                    break
+        else:
+            ranks, found = all_ranks, _on(all_ranks, workload, layers)
+        rows.append(RanksNeeded(start, stop - 1, ranks, *found))
+    return tuple(rows)
+
+
+def _on(ranks: int, workload: Workload, layers: Layers) -> tuple[float, tuple[int, ...]]:
+    """The seconds of a step on so many ranks, and the placement that the balancer proposes."""
+    workload = workload.model_copy(update={"ranks": ranks})
+    problem, name = _problem(workload, layers), workload.policy.balancer
+    allowed = Allowed(ranks, workload.microbatches, balancer="exact" if name == "none" else name)
+    plan = plan_on(problem, _mesh(workload, problem), allowed).check_room()
+    return _Steps(workload).with_reductions(plan.timeline, plan).seconds, plan.partition.counts
+
+
+def mean_ranks(rows: Sequence[RanksNeeded]) -> float:
+    """The mean number of ranks over the steps."""
+    steps = [row.last - row.first + 1 for row in rows]
+    return sum(row.ranks * x for row, x in zip(rows, steps, strict=True)) / sum(steps)

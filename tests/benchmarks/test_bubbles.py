@@ -9,7 +9,7 @@ import pytest
 from benchmarks import paper_model
 from benchmarks.bubbles import SIDES, equation_1, inherent, row
 from dynmo.config import load
-from dynmo.plan.workload_file import read
+from dynmo.plan.workload import read
 
 ROOT = Path(__file__).parents[2]
 

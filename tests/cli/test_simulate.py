@@ -92,7 +92,7 @@ def test_plot_is_an_svg_file(run: Run, small: Path) -> None:
             ["5 microbatches", "2 ranks"],
         ),
         (("[layers]", '[policy]\nbalancer = "best"\n[layers]'), ["best"]),
-        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, nan]"), ["layer 3", "layers.moments 0", "f = NaN"]),
+        (("f = [1, 1, 1, 1]", "f = [1, 1, 1, nan]"), ["layers.moments[0].f[3] = nan"]),
         (("f = [1, 1, 1, 1]", "f = [1, 1, 1, 1"), ["small.toml", "TOML"]),
         (("ranks = 2", "ranks = 2\nmemory_limit = 1500"), ["1500"]),
     ],

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.config import parse
+from dynmo.cost.input_file import Link
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.plan.decisions import (
@@ -25,7 +26,8 @@ from dynmo.plan.meshes import MeshRule
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Partition
 from dynmo.plan.situation import DecisionRecord, Kind, Situation, read_records
-from dynmo.plan.workload import Policy, Replayer, Workload
+from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay
+from dynmo.plan.workload import situation as known_at
 from dynmo.schedule.bounds import Objective
 from dynmo.train.run_log import RunLog
 from tests.equality import RANDOM_MOVES
@@ -197,17 +199,20 @@ def test_a_written_record_gives_the_same_decision(now: Situation, kind: Kind) ->
 @given(situations())
 def test_a_replay_decides_as_a_run(now: Situation) -> None:
     """`dynmo simulate` on a workload asks with the same costs, and gets the same placement."""
-    link = LinkCost(1e-4, 1e9)
-    policy = Policy(now.balance.balancer, every=50, margin=0.0, hysteresis=0.0)
-    mesh = now.mesh
-    size = (100, mesh.pipeline, mesh.microbatches)
-    given = {"schedule": mesh.schedule, "initial": now.partition.counts}
-    given |= {"link": link, "policy": policy}
-    workload = Workload("w", ((0, now.layers),), now.names, *size, **given)
-    replayer = Replayer(workload)
-    replayer.profiler.observe(now.layers)
-    decided = replayer.consider(50, 0, now.partition)
-    choice = decide_move(replayer.situation(50, 0, now.partition))
-    assert (decided is None) == (choice is None)
-    if decided is not None and choice is not None:
-        assert (decided.moved, decided.target) == (choice.decision.move, choice.target.counts)
+    mesh, layers = now.mesh, now.layers
+    policy = {"balancer": now.balance.balancer, "every": 50, "margin": 0.0, "hysteresis": 0.0}
+    workload = Workload(
+        steps=100,
+        ranks=mesh.pipeline,
+        microbatches=mesh.microbatches,
+        schedule=mesh.schedule,
+        layers=LayerSection(moments=[Moment.of(0, layers)]),
+        policy=Policy(**policy, initial=now.partition.counts),
+        link=Link(latency=1e-4, bytes_per_second=1e9),
+    )
+    decided = replay(workload).rebalances
+    choice = decide_move(known_at(workload, 50, layers, (layers, layers), now.partition))
+    assert (not decided) == (choice is None)
+    if choice is not None:
+        (once,) = decided
+        assert (once.moved, once.target) == (choice.decision.move, choice.target.counts)
