@@ -30,7 +30,7 @@ from dynmo.plan.evaluate import Replica
 from dynmo.plan.layout import RecomputeRule
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Problem, Work
-from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
+from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
@@ -392,17 +392,15 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
             ) from error
 
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
-        # The rest is messages, and the memory that an op needs while it runs.
-        costs, counts = costs_for(replicas), partition.counts
+        costs = costs_for(replicas)
         replica = replica_of(options, costs, least_limit(limit), replicas=replicas)
-        whole = replica.memory(costs, partition, schedule)
-        limits = rank_limits(limit, len(whole)) or ()
-        kept = recompute_memory(costs, (), counts, schedule)
+        limits = rank_limits(limit, schedule.ranks) or ()
         return choose_recomputed(
             costs,
-            counts,
+            partition,
             schedule,
-            [c - max(0, a - b) for a, b, c in zip(whole, kept, limits, strict=True)],
+            lambda layers: replica.memory(layers, partition, schedule),
+            limits,
         )
 
     return fitting

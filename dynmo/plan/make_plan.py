@@ -23,7 +23,7 @@ from dynmo.plan.plan_request import (
     evaluate_partition,
     memory_needs,
 )
-from dynmo.plan.recompute import choose_recomputed, recompute_memory
+from dynmo.plan.recompute import choose_recomputed
 from dynmo.plan.stage_costs import frozen_stages
 from dynmo.plan.stage_plan import (
     one_microbatch,
@@ -107,20 +107,13 @@ def _chosen(request: PlanRequest, free: Plan) -> frozenset[int]:
     top.
     """
     assert request.limits is not None
-    counts, limits = free.partition.counts, list(request.limits)
-    chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
-    for _ in range(_ROUNDS):
-        needs = memory_needs(replace(request, recomputed=chosen), free.partition, free.schedule)
-        known = recompute_memory(request.kept, chosen, counts, free.schedule, request.replicas)
-        if request.fits(needs):
-            break
-        each = zip(limits, needs, known, request.limits, strict=True)
-        limits = [
-            min(own - max(0, need - limit), limit - (need - told))
-            for own, need, told, limit in each
-        ]
-        chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
-    return chosen
+    return choose_recomputed(
+        request.kept,
+        free.partition,
+        free.schedule,
+        lambda layers: request.stages.memory(layers, free.partition.counts, free.schedule),
+        request.limits,
+    )
 
 
 def _limits(request: PlanRequest) -> tuple[tuple[int, ...] | None, ...]:

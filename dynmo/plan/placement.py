@@ -19,11 +19,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import final
 
 import numpy as np
 
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, ScheduleError
 from dynmo.plan._replay import promising, replay
 from dynmo.plan.chains import enough
@@ -31,7 +33,7 @@ from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, exact, ties, uniform, weigh
 from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
-from dynmo.plan.recompute import choose_recomputed, recompute_memory, with_recompute
+from dynmo.plan.recompute import choose_recomputed, with_recompute
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.graph import Floats
@@ -115,36 +117,30 @@ def place(
 def recomputing(replica: Replica, free: Plan) -> Plan:
     """Returns a plan with the same placement whose layers recompute as far as the memory wants.
 
-    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
-    top. Not even all layers may be enough.
+    Not even all layers may be enough.
     """
-    problem, counts, schedule = replica.problem, free.partition.counts, free.schedule
     assert replica.limits is not None
-    limits, replicas = list(replica.limits), replica.mesh.replicas
-    every, plans = frozenset(range(len(replica.layers))), list[Plan]()
-    for _ in range(_ROUNDS + 1):
+    partition, schedule, plans = free.partition, free.schedule, list[Plan]()
+    every = frozenset(range(len(replica.layers)))
+    # With all layers recomputed, the schedule that is made for the memory keeps less than the free
+    # one. It may then give layers back.
+    for _ in range(2):
+        account = partial(_account, replica, partition, schedule)
         try:
-            chosen = choose_recomputed(replica.layers, counts, schedule, limits, replicas)
+            chosen = choose_recomputed(replica.layers, partition, schedule, account, replica.limits)
         except NoRoomError:
             chosen = every
-        plan = evaluate(problem, Choice(replica.mesh, free.partition, chosen))
-        plans.append(plan)
-        needs = replica.memory(plan.layers, free.partition, schedule)
-        if all(need <= limit for need, limit in zip(needs, replica.limits, strict=True)):
+        plans.append(evaluate(replica.problem, Choice(replica.mesh, partition, chosen)))
+        if chosen != every or plans[-1].schedule.ops == schedule.ops:
             break
-        if chosen == every:
-            # The schedule that was made for the memory keeps less. It may give layers back.
-            if plan.schedule.ops == schedule.ops:
-                break
-            schedule, limits = plan.schedule, list(replica.limits)
-            continue
-        counted = recompute_memory(replica.layers, chosen, counts, schedule, replicas)
-        each = zip(limits, needs, counted, replica.limits, strict=True)
-        limits = [
-            min(own - max(0, need - limit), limit - (need - told))
-            for own, need, told, limit in each
-        ]
+        schedule = plans[-1].schedule
     return min(plans, key=lambda plan: plan.rank)
+
+
+def _account(
+    replica: Replica, partition: Partition, schedule: Schedule, layers: tuple[LayerCost, ...]
+) -> tuple[int, ...]:
+    return replica.memory(layers, partition, schedule)
 
 
 @final

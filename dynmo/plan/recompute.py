@@ -7,25 +7,19 @@ A recomputed layer keeps only its input from F to B, and runs F once more at the
     recomputed     b + f  the layer before's output      stash_bytes
 
 A backward goes through a stage from its last layer to its first, so one layer's activations are
-back at a time. At layer i, the layers behind it hold the bytes that W needs. The layers before it
-hold the bytes that their own B will need:
-
-    kept' of layers < i    +    activation_bytes of i    +    stash_bytes of layers > i
-
-This may be more than the bytes that are live before or after the whole B. `recompute_memory`
-counts it.
+back at a time. They count as its workspace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import NoRoomError, PartitionError
-from dynmo.schedule.memory import reduction_bytes, static_bytes
-from dynmo.schedule.op import Kind, Schedule
+from dynmo.errors import NoRoomError
+from dynmo.plan.partition import Partition
+from dynmo.schedule.op import Schedule
 
 
 def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
@@ -73,58 +67,40 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
     return layers[max(0, index - 1)].output_bytes
 
 
-def recompute_memory(
-    layers: Sequence[LayerCost],
-    chosen: Collection[int],
-    counts: Sequence[int],
-    schedule: Schedule,
-    replicas: int = 1,
-) -> tuple[int, ...]:
-    """An upper bound of each rank's bytes, by which `choose_recomputed` chooses.
-
-    It follows a backward layer by layer and counts gradients as always there. It leaves out
-    messages that wait and other workspaces. `layers` have their costs without recomputing.
-    """
-    kept = with_recompute(layers, chosen)
-    return tuple(rank.need(kept) for rank in _ranks(layers, counts, schedule, replicas))
+Memory = Callable[[tuple[LayerCost, ...]], tuple[int, ...]]
+"""Gives the bytes of each rank at its peak, from the layers' costs with recomputation."""
 
 
 def choose_recomputed(
     layers: Sequence[LayerCost],
-    counts: Sequence[int],
+    partition: Partition,
     schedule: Schedule,
-    limit: int | Sequence[int],
-    replicas: int = 1,
+    memory: Memory,
+    limits: Sequence[int],
 ) -> frozenset[int]:
     """Chooses the layers to recompute so that every rank fits its limit.
 
     A rank that is too full takes layers until it fits. The layer that saves the most bytes of the
     peak per second of F is taken first. Then layers that turn out not to be needed are given back,
-    the most expensive first. No chosen layer could therefore be left out. Recomputing one more
-    layer never needs more memory.
+    the most expensive first. Ranks do not disturb each other, so all of them try a layer at once.
 
     Args:
         layers: Cost of each layer without recomputing.
-        counts: Number of layers on each stage.
+        partition: The placement.
         schedule: The schedule that runs.
-        limit: Bytes: one number, or one per rank.
-        replicas: Number of pipelines that sum their gradients.
+        memory: The account of the memory under this placement and schedule.
+        limits: Bytes of each rank.
 
     Raises:
         NoRoomError: Not even recomputing everything fits. The message says by how much.
     """
-    limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
-    if len(limits) != schedule.ranks:
-        raise PartitionError(
-            f"{len(limits)} memory limits for {schedule.ranks} ranks; "
-            "give one per rank, or one number for all"
-        )
     every = with_recompute(layers, range(len(layers)))
-    chosen: set[int] = set()
-    for rank, (holder, most) in enumerate(
-        zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)
-    ):
-        least = holder.need(every)
+    saved = [a.activation_bytes - b.activation_bytes for a, b in zip(layers, every, strict=True)]
+    left: dict[int, list[int]] = {rank: [] for rank in range(schedule.ranks)}
+    for index, bytes_saved in enumerate(saved):
+        if bytes_saved:
+            left[schedule.stage_ranks[partition.owner(index)]].append(index)
+    for rank, (least, most) in enumerate(zip(memory(every), limits, strict=True)):
         if least > most:
             raise NoRoomError(
                 f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers "
@@ -132,137 +108,36 @@ def choose_recomputed(
                 f"limit of {most}; use more ranks, smaller microbatches, or a schedule that "
                 "keeps fewer in flight"
             )
-        chosen |= holder.choose_recomputed(most)
-    return frozenset(chosen)
+    chosen: set[int] = set()
 
+    def needs(some: Collection[int]) -> tuple[int, ...]:
+        return memory(with_recompute(layers, some))
 
-def _ranks(
-    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, replicas: int
-) -> tuple[_Rank, ...]:
-    if (sum(counts), len(counts)) != (len(layers), schedule.stages):
-        raise PartitionError(
-            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} "
-            f"layers under a schedule of {schedule.stages}"
-        )
-    bounds = tuple(accumulate(counts, initial=0))
-    held = static_bytes(layers, counts, schedule.stage_ranks)
-    out: list[_Rank] = []
-    for rank, static in enumerate(held):
-        stages = {
-            s: range(bounds[s], bounds[s + 1])
-            for s in schedule.stages_of(rank)
-            if s >= schedule.first_trainable
-        }
-        summed = tuple(
-            reduction_bytes(layers[own.start : own.stop]) if replicas > 1 else 0
-            for own in stages.values()
-        )
-        out.append(
-            _Rank(
-                tuple(layers),
-                stages,
-                static,
-                frozenset(_moments(schedule, rank, tuple(stages), summed)),
-            )
-        )
-    return tuple(out)
-
-
-_Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
-"""The live data of a rank at one time:
-
-the microbatches between F and B of each own stage, those between B and W, the own stage that runs a
-B now (-1: none), whether it runs W at once, and the bytes of reductions over the replicas."""
-
-
-def _moments(
-    schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]
-) -> Iterator[_Moment]:
-    """Yields the live data of a rank during each B and after each op."""
-    forward = [0] * len(stages)
-    stashed = [0] * len(stages)
-    left = [schedule.microbatches] * len(stages)
-    reduction = 0
-    for op in schedule.ops[rank]:
-        if op.stage not in stages:
-            continue
-        own = stages.index(op.stage)
-        if op.kind in (Kind.B, Kind.BW):
-            yield tuple(forward), tuple(stashed), own, op.kind is Kind.BW, reduction
-        left[own] -= op.kind in (Kind.W, Kind.BW)
-        if not left[own]:
-            reduction = max(reduction, summed[own])
-        forward[own] += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))
-        stashed[own] += (op.kind is Kind.B) - (op.kind is Kind.W)
-        yield tuple(forward), tuple(stashed), -1, False, reduction
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """One rank's stages that train, and everything that is live on it at a time."""
-
-    layers: tuple[LayerCost, ...]
-    stages: dict[int, range]
-    static: int
-    moments: frozenset[_Moment]
-
-    def need(self, kept: Sequence[LayerCost]) -> int:
-        """Bytes at the peak if the layers keep the bytes in `kept`."""
-        own = list(self.stages.values())
-        activation = [sum(kept[i].activation_bytes for i in stage) for stage in own]
-        stash = [sum(kept[i].stash_bytes for i in stage) for stage in own]
-        more = [
-            {fused: self._within(kept, stage, fused) for fused in (False, True)} for stage in own
-        ]
-        peak = 0
-        for forward, stashed, running, fused, reduction in self.moments:
-            live = sum(n * x for n, x in zip(forward, activation, strict=True)) + sum(
-                n * x for n, x in zip(stashed, stash, strict=True)
-            )
-            peak = max(peak, live + reduction + (more[running][fused] if running >= 0 else 0))
-        return self.static + peak
-
-    def _within(self, kept: Sequence[LayerCost], stage: range, fused: bool) -> int:
-        """The most bytes that a B adds in the stage, to those live before it."""
-        behind = most = 0
-        for index in reversed(stage):
-            most = max(
-                most, behind + self.layers[index].activation_bytes - kept[index].activation_bytes
-            )
-            behind += (0 if fused else kept[index].stash_bytes) - kept[index].activation_bytes
-        return most
-
-    def choose_recomputed(self, limit: int) -> set[int]:
-        chosen: set[int] = set()
-        kept = list(self.layers)
-        every = with_recompute(self.layers, [i for stage in self.stages.values() for i in stage])
-        left = {
-            i
-            for stage in self.stages.values()
-            for i in stage
-            if every[i].activation_bytes < self.layers[i].activation_bytes
-        }
-        need = self.need(kept)
-        while need > limit:
-            ranked: list[tuple[float, float, int]] = []
-            for index in sorted(left):
-                kept[index] = every[index]
-                saved = need - self.need(kept)
-                own = self.layers[index].activation_bytes - every[index].activation_bytes
-                kept[index] = self.layers[index]
-                seconds = self.layers[index].f or 1e-30
-                # If two moments are as full, one layer alone may save nothing. The bytes that it
-                # keeps count then.
-                ranked.append((saved / seconds, own / seconds, -index))
-            best = -max(ranked)[2]
+    now = needs(())
+    while over := [rank for rank in left if now[rank] > limits[rank] and left[rank]]:
+        ranked: dict[int, list[tuple[float, float, int]]] = {rank: [] for rank in over}
+        for tried in zip_longest(*(left[rank] for rank in over)):
+            then = needs(chosen | {index for index in tried if index is not None})
+            for rank, index in zip(over, tried, strict=True):
+                if index is not None:
+                    # If two moments are as full, one layer alone may save nothing. The bytes that
+                    # it keeps count then.
+                    seconds = layers[index].f or 1e-30
+                    gain = (now[rank] - then[rank]) / seconds, saved[index] / seconds
+                    ranked[rank].append((*gain, -index))
+        for rank in over:
+            best = -max(ranked[rank])[2]
             chosen.add(best)
-            left.discard(best)
-            kept[best] = every[best]
-            need = self.need(kept)
-        for index in sorted(chosen, key=lambda i: (-self.layers[i].f, i)):
-            kept[index] = self.layers[index]
-            if self.need(kept) <= limit:
-                chosen.discard(index)
-            else:
-                kept[index] = every[index]
-        return chosen
+            left[rank].remove(best)
+        now = needs(chosen)
+    taken = {
+        rank: sorted(
+            (i for i in chosen if schedule.stage_ranks[partition.owner(i)] == rank),
+            key=lambda i: (-layers[i].f, i),
+        )
+        for rank in left
+    }
+    for tried in zip_longest(*taken.values()):
+        then = needs(chosen - set(tried))
+        chosen -= {i for i, a, b in zip(tried, then, limits, strict=True) if a <= b}
+    return frozenset(chosen)

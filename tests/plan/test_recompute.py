@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from itertools import combinations
 
 import pytest
@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.recompute import choose_recomputed, recompute_memory, with_recompute
+from dynmo.plan.partition import Partition
+from dynmo.plan.recompute import choose_recomputed, with_recompute
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
-from dynmo.schedule.op import Kind, Schedule
+from dynmo.schedule.op import Schedule
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 
@@ -34,84 +35,39 @@ def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Sche
     return tuple(layers), counts, make(name, ranks, microbatches)
 
 
-def replayed(
-    layers: tuple[LayerCost, ...],
-    chosen: frozenset[int],
-    counts: tuple[int, ...],
-    schedule: Schedule,
-    replicas: int = 1,
-) -> list[int]:
-    """The peak of each rank, layer by layer. Replicas need a layer's gradients three times."""
-    bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
-    kept = with_recompute(layers, chosen)
-    peaks: list[int] = []
-    for rank, row in enumerate(schedule.ops):
-        own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
-        live = peak = sum(layers[i].static_bytes for i in own)
-        last = {op.stage: at for at, op in enumerate(row)}
-        summed = 0
-        for at, op in enumerate(row):
-            stage = range(bounds[op.stage], bounds[op.stage + 1])
-            if op.kind is Kind.F:
-                live += sum(kept[i].activation_bytes for i in stage)
-            elif op.kind is Kind.W:
-                live -= sum(kept[i].stash_bytes for i in stage)
-            else:
-                for i in reversed(stage):
-                    live += layers[i].activation_bytes - kept[i].activation_bytes  # its own F again
-                    peak = max(peak, live + summed)
-                    live -= layers[i].activation_bytes
-                    live += kept[i].stash_bytes if op.kind is Kind.B else 0
-            if replicas > 1 and at == last[op.stage]:
-                summed = max(summed, *(3 * layers[i].gradient_bytes for i in stage))
-            peak = max(peak, live + summed)
-        peaks.append(peak)
-    return peaks
+Case = tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule]
+
+
+def needs(case: Case, some: Collection[int]) -> tuple[int, ...]:
+    layers, counts, schedule = case
+    return rank_memory(with_recompute(layers, some), counts, schedule)
+
+
+def chosen_of(case: Case, limits: Sequence[int]) -> frozenset[int]:
+    layers, counts, schedule = case
+    return choose_recomputed(
+        layers, Partition(counts), schedule, lambda x: rank_memory(x, counts, schedule), limits
+    )
 
 
 @given(cases(), st.data())
-def test_memory_matches_a_replay_by_layer(
-    case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
-):
-    layers, counts, schedule = case
-    chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
-    replicas = data.draw(st.integers(1, 2))
-    needs = recompute_memory(layers, chosen, counts, schedule, replicas)
-    assert list(needs) == replayed(layers, chosen, counts, schedule, replicas)
-    # Without messages, as it runs (an adjacent B and W are one), no more is needed.
-    silent = [replace(layer, output_bytes=0) for layer in layers]
-    least = rank_memory(silent, counts, schedule)
-    whole = recompute_memory(layers, (), counts, schedule)
-    assert all(a <= b for a, b in zip(least, whole, strict=True))
-    # Recomputing one more layer needs no more memory.
-    one_more = {*chosen, data.draw(st.integers(0, len(layers) - 1))}
-    more = recompute_memory(layers, one_more, counts, schedule, replicas)
-    assert all(a <= b for a, b in zip(more, needs, strict=True))
-
-
-@given(cases(), st.data())
-def test_chosen_layers_fit_and_are_all_needed(
-    case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
-):
-    layers, counts, schedule = case
-    least = recompute_memory(layers, range(len(layers)), counts, schedule)
-    most = recompute_memory(layers, (), counts, schedule)
-    limits = [data.draw(st.integers(low, high)) for low, high in zip(least, most, strict=True)]
-    chosen = choose_recomputed(layers, counts, schedule, limits)
+def test_chosen_layers_fit_and_are_all_needed(case: Case, data: st.DataObject):
+    schedule = case[2]
+    least, most = needs(case, range(len(case[0]))), needs(case, ())
+    pairs = zip(least, most, strict=True)
+    limits = [data.draw(st.integers(low, max(low, high))) for low, high in pairs]
+    chosen = chosen_of(case, limits)
 
     def fits(some: frozenset[int]) -> bool:
-        needs = recompute_memory(layers, some, counts, schedule)
-        return all(need <= limit for need, limit in zip(needs, limits, strict=True))
+        return all(need <= limit for need, limit in zip(needs(case, some), limits, strict=True))
 
     assert fits(chosen)
-    for index in chosen:
-        assert not fits(chosen - {index}), f"layer {index} for nothing"
-    if limits == list(most):
+    if fits(frozenset()):
         assert not chosen
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     limits[rank] = least[rank] - 1
     with pytest.raises(PartitionError, match=f"rank {rank} needs {least[rank]} bytes"):
-        choose_recomputed(layers, counts, schedule, limits)
+        chosen_of(case, limits)
 
 
 def test_recompute_time_is_close_to_the_minimum():
@@ -120,19 +76,21 @@ def test_recompute_time_is_close_to_the_minimum():
         LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2)
         for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True)
     )
-    schedule = make("gpipe", 1, 3)
-    (low,) = recompute_memory(layers, range(9), (9,), schedule)
-    (high,) = recompute_memory(layers, (), (9,), schedule)
+    case = layers, (9,), make("gpipe", 1, 3)
+    (low,), (high,) = needs(case, range(9)), needs(case, ())
     every = [
-        (sum(layers[i].f for i in chosen), recompute_memory(layers, chosen, (9,), schedule)[0])
+        (sum(layers[i].f for i in chosen), needs(case, chosen)[0])
         for count in range(10)
         for chosen in combinations(range(9), count)
     ]
     ratios: list[float] = []
     for limit in range(low, high, 7):
         best = min(seconds for seconds, need in every if need <= limit)
-        taken = sum(layers[i].f for i in choose_recomputed(layers, (9,), schedule, limit))
+        chosen = chosen_of(case, [limit])
+        taken = sum(layers[i].f for i in chosen)
         assert taken >= best
+        for index in chosen:
+            assert needs(case, chosen - {index})[0] > limit, f"layer {index} for nothing"
         ratios.append(taken / best)
     assert sum(ratios) / len(ratios) < 1.1
 
@@ -148,7 +106,3 @@ def test_recomputing_adds_f_to_b_and_keeps_the_input():
     assert [x.activation_bytes for x in recomputed] == [20, 20, 0]
     assert [x.stash_bytes for x in recomputed] == [30, 30, 0], "what W needs is there again after B"
     assert with_recompute(layers, ()) == layers
-    with pytest.raises(PartitionError, match="2 memory limits for 1 ranks"):
-        choose_recomputed(layers, (3,), make("1f1b", 1, 2), (1, 2))
-    with pytest.raises(PartitionError, match="2 layers on 1 stages, for 3 layers"):
-        recompute_memory(layers, (), (2,), make("1f1b", 1, 2))
