@@ -113,13 +113,15 @@ def is_forced(name: str) -> bool:
 @cache
 def _own(name: str) -> Balancer:
     given = find_own("balancer", name)
+    kinds = list[object]()
     with suppress(ValueError, TypeError):  # a callable without a signature
-        if len(inspect.signature(given).parameters) == 1:
-            raise ConfigError(
-                f"balancer {name!r} takes one argument, as in earlier versions; write "
-                "(problem, now) -> Partition: costs are now.layers, and the present placement is "
-                "now.partition"
-            )
+        kinds += [x.kind for x in inspect.signature(given).parameters.values()]
+    if len(kinds) == 1 and kinds[0] is not inspect.Parameter.VAR_POSITIONAL:
+        raise ConfigError(
+            f"balancer {name!r} takes one argument, as in earlier versions; write "
+            "(problem, now) -> Partition: costs are now.layers, and the present placement is "
+            "now.partition"
+        )
 
     def balance(problem: Problem, now: Plan) -> Partition:
         partition, layers, stages = given(problem, now), len(now.layers), now.partition.stages

@@ -1,0 +1,301 @@
+"""Balancers by name: placements, limits, links, and errors of your own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import ConfigError, NoRoomError, PartitionError
+from dynmo.options import find_own
+from dynmo.plan.balancers import balancer, is_forced
+from dynmo.plan.best import plan_on
+from dynmo.plan.evaluate import Plan, evaluate
+from dynmo.plan.options import BALANCERS
+from dynmo.plan.partition import Partition
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
+from dynmo.schedule.memory import Limit
+from tests.plan.asked import ask
+
+Now = tuple[Problem, Plan]
+
+# The first three layers are frozen: forward only, but as many parameters as the others.
+FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(
+    LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3)
+)
+ONE = LayerCost(1.0, 1.0, 1.0, parameters=10)
+
+
+def now(
+    layers: Sequence[LayerCost],
+    counts: tuple[int, ...],
+    schedule: str = "zb-h1",
+    microbatches: int = 4,
+    ranks: int | None = None,
+    links: Sequence[LinkCost] = (),
+    names: tuple[str, ...] | None = None,
+    **known: Any,
+) -> Now:
+    """A problem, and the plan of its layers where they are now."""
+    profile = Profile(
+        tuple(layers),
+        names or tuple(map(str, range(len(layers)))),
+        links=tuple(((i, i + 1), link) for i, link in enumerate(links)),
+        microbatch=1,
+    )
+    problem, mesh, _ = ask(profile, ranks or len(counts), microbatches, schedule, **known)
+    return problem, evaluate(problem, Choice(mesh, Partition(counts)))
+
+
+def limited(sizes: Sequence[int], counts: tuple[int, ...], limit: Limit, **known: Any) -> Now:
+    layers = [LayerCost(1.0, 1.0, 1.0, weight_bytes=size) for size in sizes]
+    return now(layers, counts, memory_limit=limit, **known)
+
+
+def counts_of(name: str, asked: Now) -> tuple[int, ...]:
+    return balancer(name)(*asked).counts
+
+
+def test_each_balancer() -> None:
+    # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one
+    # of the best already.
+    asked = now(FROZEN, (4, 2))
+    by_time = dict.fromkeys(("exact", "diffusion"), (4, 2))
+    assert {name: counts_of(name, asked) for name in BALANCERS} == {
+        "none": (4, 2),
+        "uniform": (3, 3),
+        **by_time,
+    }
+
+
+def test_balancing_by_parameters_ignores_freezing() -> None:
+    asked = now(FROZEN, (4, 2), cost="parameters")
+    assert counts_of("exact", asked) == counts_of("diffusion", asked) == (3, 3)
+    with pytest.raises(PartitionError, match="unknown cost 'bytes'; choose one of time, param"):
+        balancer("diffusion")(*now(FROZEN, (4, 2), cost="bytes"))
+
+
+def test_exact_moves_the_fewest_bytes() -> None:
+    # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
+    # Layers are counted if no bytes are given.
+    for sizes, counts in (
+        ((1, 5, 1, 1, 1), (1, 3, 1)),
+        ((1, 5, 0, 0, 0), (1, 2, 2)),
+        ((0, 0, 0, 0, 0), (1, 3, 1)),
+    ):
+        layers = [
+            LayerCost(1.0, 0.0, 0.0, parameters=weight, optimizer_bytes=size)
+            for weight, size in zip((6, 1, 1, 1, 1), sizes, strict=True)
+        ]
+        assert counts_of("exact", now(layers, (2, 2, 1), cost="parameters")) == counts
+
+
+def test_balancers_and_memory_limits() -> None:
+    """Balancers that search, "exact" and "diffusion" find what fits.
+
+    The placement of others is held to the limit.
+    """
+    asked = limited([4, 4, 1, 1], (1, 3), (5, 99))
+    assert counts_of("exact", asked) == counts_of("diffusion", asked) == (1, 3)
+    assert counts_of("none", limited([4, 4, 1, 1], (3, 1), (5, 99))) == (3, 1)
+    for name in ("uniform", "none"):
+        problem, current = limited([4, 4, 1, 1], (2, 2), (5, 99))
+        allowed = Allowed(2, 4, balancer=name)
+        plan = plan_on(problem, current.mesh, allowed, current.partition)
+        assert (plan.partition.counts, plan.beyond) == ((2, 2), 3)
+        with pytest.raises(NoRoomError, match=r"rank 0 needs 8 bytes .* the limit of 5; use more"):
+            plan.check_room()
+    with pytest.raises(NoRoomError, match="rank 0 needs 9 bytes"):
+        balancer("exact")(*limited([9, 9], (1, 1), (1, 9)))
+    assert counts_of("uniform", limited([4, 4, 1, 1], (1, 3), None)) == (2, 2)
+
+
+@pytest.mark.parametrize("balance", ["exact", "diffusion"])
+@pytest.mark.parametrize("limit", range(5, 13))
+def test_no_rank_gets_fuller_than_its_limit(balance: str, limit: int) -> None:
+    """The present placement fits, so one that fits is there."""
+    asked = limited([1, 1, 1, 5, 1, 1, 4], (3, 1, 3), (limit, 5, max(limit, 6)), microbatches=6)
+    problem, current = asked
+    assert not current.beyond
+    partition = balancer(balance)(*asked)
+    assert not evaluate(problem, replace(current.choice, partition=partition)).beyond
+
+
+def test_faster_rank_gets_more_layers() -> None:
+    for schedule in ("zb-h1", "1f1b"):
+        asked = now([ONE] * 6, (3, 3), schedule, 8, speeds=(1.0, 2.0))
+        assert counts_of("exact", asked) == (2, 4)
+    assert counts_of("exact", now([ONE] * 6, (3, 3), speeds=(1.0, 2.0), cost="parameters")) == (
+        2,
+        4,
+    )
+
+
+def test_exact_balances_several_stages_per_rank() -> None:
+    """The stages of both ranks, 0 1 1 0, have work of 7 and 6."""
+    layers = [LayerCost(f, f, f, parameters=f) for f in (5, *[1] * 8)]
+    for cost in ("time", "parameters"):
+        asked = now(layers, (3, 2, 2, 2), "zb-v", 8, ranks=2, cost=cost)
+        first, second, third, last = counts_of("exact", asked)
+        assert max(first + 4 + last, second + third) == 7
+    assert counts_of("uniform", asked) == (3, 2, 2, 2)
+
+
+def behind_slow_link(seconds: float, counts: tuple[int, ...] = (6,) * 4, **known: Any) -> Now:
+    """24 equal layers on 4 ranks, and a link in the middle."""
+    links = [LinkCost(x, math.inf) for x in (0.0, seconds, 0.0)]
+    return now([ONE] * 24, counts, "zb-h1", 8, links=links, **known)
+
+
+def test_balancers_know_slow_links() -> None:
+    problem, current = behind_slow_link(8.0)
+
+    def step(partition: Partition) -> float:
+        return evaluate(problem, replace(current.choice, partition=partition)).step
+
+    quick = place(problem, current.mesh, current.partition, quick=True)
+    spans = {name: step(balancer(name)(problem, current)) for name in BALANCERS}
+    assert spans == {"none": 214.0, "uniform": 214.0, "exact": 205.0, "diffusion": 205.0}
+    assert 205.0 <= quick.step <= 214.0
+    # By parameters nothing is simulated.
+    blind = behind_slow_link(8.0, cost="parameters")
+    assert counts_of("diffusion", blind) == counts_of("exact", blind) == (6,) * 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 1.8])
+def test_fast_links_change_no_placement(seconds: float) -> None:
+    uneven, without = (behind_slow_link(x, (9, 3, 3, 9)) for x in (seconds, 0.0))
+    assert counts_of("diffusion", uneven) == counts_of("diffusion", without)
+    assert counts_of("exact", uneven) == counts_of("exact", without)
+
+
+def test_equal_questions_have_equal_answers() -> None:
+    for name in BALANCERS:
+        asked, again = (behind_slow_link(3.0, (9, 3, 3, 9)) for _ in range(2))
+        assert balancer(name)(*asked) == balancer(name)(*again)
+
+
+# -- your own --------------------------------------------------------------------------------------
+
+
+def own(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Writes a module and returns the way to its `place`."""
+    (folder / f"{name}.py").write_text(f"from dynmo.plan.partition import Partition\n{text}")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    find_own.cache_clear()
+    return f"python:{name}:place"
+
+
+def test_own_balancer_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def place(problem, now):\n    return Partition((2, len(now.layers) - 2))"
+    way = own(text, tmp_path, monkeypatch, "own_ok")
+    problem, current = limited([4, 4, 1, 1], (1, 3), (8, 99))
+    assert balancer(way)(problem, current).counts == (2, 2)
+    assert not is_forced(way)
+    plan = plan_on(
+        replace(problem, memory_limit=(5, 99)), current.mesh, Allowed(2, 4, balancer=way)
+    )
+    with pytest.raises(NoRoomError, match=r"rank 0 needs 8 bytes .* the limit of 5"):
+        plan.check_room()
+    with pytest.raises(ConfigError, match="return a Partition of all 6 layers on 3 stages"):
+        balancer(way)(*now(FROZEN, (2, 2, 2)))
+    assert is_forced("uniform")
+    assert not is_forced("exact")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def place(*known):\n    return known[1].partition",
+        "def place(problem, now, more=1):\n    return now.partition",
+        "place = lambda problem, now: now.partition",
+        "class Place:\n    def __call__(self, problem, now):\n        return now.partition\n"
+        "place = Place()",
+        "def place(problem, now):\n    return now.partition\nplace.forced = True",
+    ],
+)
+def test_own_balancer_may_have_any_form(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = own(text, tmp_path, monkeypatch, "form")
+    assert counts_of(way, now(FROZEN, (4, 2))) == (4, 2)
+    assert is_forced(way) is ("forced" in text)
+
+
+def test_own_balancer_may_have_no_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "from dynmo.errors import PartitionError\n"
+        "def place(problem, now):\n    raise PartitionError('not these layers')"
+    )
+    way = own(text, tmp_path, monkeypatch, "none_of_these")
+    with pytest.raises(PartitionError, match="not these layers"):
+        balancer(way)(*now(FROZEN, (4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("place = 3", "wrong has no function place"),
+        ("raise OSError('gone')", "importing wrong raised OSError: gone"),
+        (
+            "def place(problem, now):\n    return [2, 2]",
+            r"returned \[2, 2\]; return a Partition of all 4 layers on 2 stages",
+        ),
+        (
+            "def place(problem, now):\n    return Partition((2, 3))",
+            r"returned Partition\(counts=\(2, 3\)\); return a Partition of all 4 layers",
+        ),
+        ("def place(problem, now):\n    return 1 / 0", r"raised ZeroDivisionError.*wrong.py:3\)"),
+        ("def place():\n    return 1", "raised TypeError"),
+        (
+            "def place(request):\n    return request.current",
+            r"takes one argument, as in earlier versions; write \(problem, now\) -> Partition",
+        ),
+        (
+            "def place(problem, now):\n    return now.current",
+            "raised AttributeError: 'Plan' object has no attribute 'current'",
+        ),
+    ],
+)
+def test_wrong_balancer_of_your_own_is_refused_at_once(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = own(text, tmp_path, monkeypatch, "wrong")
+    with pytest.raises(ConfigError, match=f"^balancer '{way}'.* ?{says}") as error:
+        balancer(way)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("exat", PartitionError, "'exat'; choose one of .*exact"),
+        ("python:a.b", PartitionError, "write python:package.module:NAME for your own"),
+        ("python:no.such:place", ConfigError, "cannot import no.such"),
+    ],
+)
+def test_unknown_balancer_is_refused(name: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        balancer(name)
+    problem, current = now(FROZEN, (4, 2))
+    with pytest.raises(error, match=says):
+        plan_on(problem, current.mesh, Allowed(2, 4, balancer=name))
+
+
+def test_plan_of_a_balancer_is_its_placement() -> None:
+    problem, current = now(FROZEN, (4, 2))
+    for name, counts in (("uniform", (3, 3)), ("none", (1, 5)), ("diffusion", (4, 2))):
+        plan = plan_on(problem, current.mesh, Allowed(2, 4, balancer=name), Partition((1, 5)))
+        assert plan.partition.counts == counts
+        assert plan.mesh == Mesh(2, 1, 4, 1, "zb-h1")
