@@ -46,7 +46,8 @@ Bounds = tuple[int, ...]
 # Times nearer than this share count as equal, because sums in another order differ by as much. The
 # fewer bytes moved decide then.
 _SAME = 1e-9
-_TRIES = 600_000  # the most ops of the plans that are tried by their true bytes
+# The most ops of the plans that are tried by their true bytes.
+_TRIES, _QUICK_TRIES = 600_000, 30_000
 _STARTS = 3  # placements from which a round descends
 _ROUNDS = 3  # the most times that the schedule is made anew for the best placement
 _FITTING_ROUNDS = 6  # the same, if the memory is short
@@ -194,9 +195,9 @@ class _Search:
         quick = quick or self.replica.problem.work.cost != "time"
         starts = self.starts()
         best = self.judged[starts[0]] = self.evaluate(starts[0])
-        if quick and not best.beyond:
-            return best
         for bounds in self.worth_a_schedule(starts):
+            if quick and not best.beyond:
+                return best
             best = self.better(best, bounds)
         for _ in range(_ROUNDS if self.replica.limits is None else _FITTING_ROUNDS):
             if quick and not best.beyond:
@@ -212,11 +213,11 @@ class _Search:
             refused = any(x is None or x.beyond for x in list(self.judged.values())[seen:])
             if best.schedule.ops == before.schedule.ops and not (refused and best is not before):
                 break  # another round would look at the same
-        return self.nearest(best) if best.beyond else best
+        return self.nearest(best, _QUICK_TRIES if quick else _TRIES) if best.beyond else best
 
-    def nearest(self, best: Plan) -> Plan:
+    def nearest(self, best: Plan, ops: int) -> Plan:
         """Moves one boundary at a time, each judged by its true bytes, while they get fewer."""
-        tries = _TRIES // (3 * self.stages * self.replica.mesh.microbatches)
+        tries = ops // (3 * self.stages * self.replica.mesh.microbatches)
         while best.beyond and tries > 0:
             before, bounds = best, best.partition.bounds
             for at, by in product(range(1, self.stages), (-1, 1)):
