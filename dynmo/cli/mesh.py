@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from dynmo.cli.console import print_table
 from dynmo.cli.plan_output import (
+    cells,
+    figures,
     limit_text,
-    picture,
     plan_json,
     print_export,
-    show_size,
+    print_picture,
     show_time,
     waiting,
 )
@@ -24,8 +27,6 @@ from dynmo.errors import InputError
 from dynmo.schedule.catalogue import AUTO, SHAPES
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.best import Found
@@ -39,16 +40,9 @@ def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
 
     assert options.gpus is not None
     assert options.global_batch is not None
-    memory_limit = options.memory_limit_bytes()
-    if memory_limit is not None and not any(
-        x.static_bytes or x.activation_bytes for x in profile.layers
-    ):
-        raise InputError(
-            "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, "
-            "... (one per layer)"
-        )
     work = Work(options.objective, chunks=options.chunks, zero=options.zero or 0)
-    problem = Problem(profile, work, memory_limit, bandwidth=_bandwidth(options.bandwidth, profile))
+    limit, bandwidth = options.memory_limit_bytes(), _bandwidth(options.bandwidth, profile)
+    problem = Problem(profile, work, limit, bandwidth=bandwidth)
     return problem, Allowed(
         options.gpus,
         options.global_batch,
@@ -84,16 +78,10 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
         return min((link.bytes_per_second for _, link in profile.links), default=math.inf)
     from dynmo.options import parse_bytes
 
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        return float(parse_bytes(text))
-    except ValueError:
-        raise InputError(
-            f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB"
-        ) from None
+    for read in (float, parse_bytes):
+        with suppress(ValueError):
+            return float(read(text))
+    raise InputError(f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB")
 
 
 def run(problem: Problem, allowed: Allowed, as_json: bool, exports: list[str]) -> None:
@@ -107,15 +95,12 @@ def run(problem: Problem, allowed: Allowed, as_json: bool, exports: list[str]) -
     if as_json:
         print(json.dumps(to_json(allowed, result, seconds), allow_nan=False))
         return
-    from dynmo.cli.console import console_for_tables
-
-    console, best = console_for_tables(), result.plans[0]
+    best = result.plans[0]
     _print_best(allowed, best)
     print()
-    for line in picture(best):
-        console.print(line, soft_wrap=True)
+    print_picture(best)
     print()
-    console.print(_candidates(result))
+    print_table([_row(plan, best) for plan in result.plans], "candidates")
     _print_others(result)
     for name in exports:
         print_export(name, best)
@@ -151,19 +136,14 @@ def _mesh(candidate: Plan, balancer: str) -> dict[str, Any]:
 
     `step_seconds` includes the `exposed` seconds of reductions.
     """
-    timeline = candidate.timeline
-    return vars(candidate.mesh) | {
+    rate = candidate.samples_per_second
+    return {
+        **vars(candidate.mesh),
         "balancer": balancer,
         "step_seconds": candidate.seconds,
         "exposed": candidate.exposed,
-        "samples_per_second": candidate.samples_per_second
-        if math.isfinite(candidate.samples_per_second)
-        else None,
-        "bubble_ratio": timeline.bubble_ratio,
-        "idle_ratio": timeline.idle_ratio,
-        "memory": candidate.memory,
-        "partition": candidate.partition.counts,
-        "recompute": sorted(candidate.recomputed),
+        "samples_per_second": rate if math.isfinite(rate) else None,
+        **figures(candidate),
     }
 
 
@@ -198,35 +178,17 @@ def _print_best(allowed: Allowed, best: Plan) -> None:
         print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}")
 
 
-def _candidates(result: Found) -> Table:
-    from rich.table import Table
-
-    best = result.plans[0]
-    sizes = any(any(x.memory) for x in result.plans)
-    recomputes = any(x.recomputed for x in result.plans)
-    table = Table(title="candidates", title_justify="left")
-    headings = ["ranks", "replicas", "microbatches", "of", "schedule", "step", "against best"]
-    headings += ["exposed", "bubble", *["memory"] * sizes, *["recomputed"] * recomputes]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    table.add_column("layers", overflow="fold")
-    for x in result.plans:
-        mesh = x.mesh
-        table.add_row(
-            str(mesh.pipeline),
-            str(mesh.replicas),
-            str(mesh.microbatches),
-            str(mesh.micro_batch),
-            mesh.schedule,
-            show_time(x.seconds),
-            f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-",
-            show_time(x.exposed),
-            f"{x.timeline.bubble_ratio:.1%}",
-            *[show_size(max(x.memory))] * sizes,
-            *[str(len(x.recomputed))] * recomputes,
-            "+".join(map(str, x.partition.counts)),
-        )
-    return table
+def _row(plan: Plan, best: Plan) -> dict[str, str]:
+    mesh = plan.mesh
+    return {
+        "ranks": str(mesh.pipeline),
+        "replicas": str(mesh.replicas),
+        "microbatches": str(mesh.microbatches),
+        "of": str(mesh.micro_batch),
+        "schedule": mesh.schedule,
+        **cells(plan, "against best", best),
+        "exposed": show_time(plan.exposed),
+    }
 
 
 _WHY = ("memory", "does not divide", "need at least")

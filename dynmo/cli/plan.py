@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 from dynmo.cli import mesh
 from dynmo.cli import ranks as fewest
 from dynmo.cli.compiling import compilation_told
+from dynmo.cli.console import print_table
 from dynmo.cli.options import command
 from dynmo.cli.plan_options import PlanOptions
 from dynmo.cli.plan_output import (
+    cells,
+    change,
+    figures,
     limit_text,
-    picture,
     plan_json,
+    plus,
     print_export,
+    print_picture,
     show_size,
     show_time,
     waiting,
@@ -28,13 +33,9 @@ from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.schedule.catalogue import AUTO
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.alternatives import Alternative
     from dynmo.plan.evaluate import Plan
-
-Alternatives = dict[str, "list[Alternative]"]
 
 
 @command
@@ -81,29 +82,29 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
             profile.boundaries(Replica(problem, mesh).stage_ranks)  # lists each of them, if any
         best = plan_or_suggest(problem, mesh, allowed)
     seconds = time.perf_counter() - began
-    others: Alternatives = {}
+    others = dict[str, list["Alternative"]]()
     if options.alternatives:
         with waiting(options.as_json):
             others = alternatives(best, allowed)
     if options.as_json:
         record = plan_json(best, balancer, seconds)
-        record["alternatives"] = _alternatives_json(others, best)
+        lists = {kind: [_alternative(x, best) for x in found] for kind, found in others.items()}
+        record["alternatives"] = lists
         if shapes:
             record["shapes"] = [_alternative(shape, best) for shape in shapes]
         print(json.dumps(record, allow_nan=False))
         return
-    _print_text(best, balancer, seconds, others, options.exports())
-    for line in _shape_lines(best, shapes):
-        print(line)
-
-
-# -- JSON ------------------------------------------------------------------------------------------
-
-
-def _alternatives_json(others: Alternatives, plan: Plan) -> dict[str, Any]:
-    return {
-        kind: [_alternative(other, plan) for other in choices] for kind, choices in others.items()
-    }
+    print(
+        f"{best.mesh.schedule} by {balancer}: {len(best.layers)} layers, {ranks} ranks, "
+        f"{best.mesh.microbatches} microbatches{limit_text(limits)}\n"
+    )
+    print_picture(best)
+    print()
+    _print_facts([*_facts(best), ("planned in", show_time(seconds), "")])
+    _print_alternatives(best, others)
+    for name in options.exports():
+        print_export(name, best)
+    _print_shapes(best, shapes)
 
 
 def _alternative(other: Alternative, plan: Plan) -> dict[str, Any]:
@@ -113,17 +114,7 @@ def _alternative(other: Alternative, plan: Plan) -> dict[str, Any]:
     """
     if other.plan is None:
         return {"choice": other.choice, "problem": other.problem}
-    return {
-        "choice": other.choice,
-        "span": other.plan.timeline.span,
-        "makespan": other.plan.timeline.makespan,
-        "gain": _gain(other.plan, plan),
-        "imbalance": other.plan.imbalance,
-        "bubble_ratio": other.plan.timeline.bubble_ratio,
-        "idle_ratio": other.plan.timeline.idle_ratio,
-        "memory": other.plan.memory,
-        "partition": other.plan.partition.counts,
-    }
+    return {"choice": other.choice, "gain": _gain(other.plan, plan)} | figures(other.plan)
 
 
 def _gain(other: Plan, plan: Plan) -> float:
@@ -133,16 +124,16 @@ def _gain(other: Plan, plan: Plan) -> float:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _shape_lines(plan: Plan, shapes: Sequence[Alternative]) -> Iterator[str]:
-    """Yields which schedule "auto" chose, and how the others did."""
+def _print_shapes(plan: Plan, shapes: Sequence[Alternative]) -> None:
+    """Prints which schedule "auto" chose, and how the others did."""
     if shapes:
-        yield f"\nauto chose {plan.mesh.schedule}: {show_time(plan.step)}"
+        print(f"\nauto chose {plan.mesh.schedule}: {show_time(plan.step)}")
     for shape in shapes:
         if shape.plan is None:
-            yield f"  {shape.choice}: {shape.problem}"
+            print(f"  {shape.choice}: {shape.problem}")
         elif shape.plan is not plan:
-            longer = shape.plan.step / plan.step - 1 if plan.step else 0.0
-            yield f"  {shape.choice}: {show_time(shape.plan.step)} ({longer:+.1%})"
+            longer = change(shape.plan.step, plan.step)
+            print(f"  {shape.choice}: {show_time(shape.plan.step)} ({longer})")
 
 
 _TITLES = {
@@ -153,31 +144,25 @@ _TITLES = {
 }
 
 
-def _print_text(
-    plan: Plan, balancer: str, seconds: float, others: Alternatives, exports: list[str]
-) -> None:
-    from dynmo.cli.console import console_for_tables
-
-    console, mesh = console_for_tables(), plan.mesh
-    print(
-        f"{mesh.schedule} by {balancer}: {len(plan.layers)} layers, {mesh.pipeline} "
-        f"ranks, {mesh.microbatches} microbatches{limit_text(plan.problem.memory_limit)}\n"
-    )
-    for line in picture(plan):
-        console.print(line, soft_wrap=True)
-    print()
-    console.print(_figures(plan, seconds))
+def _print_alternatives(plan: Plan, others: dict[str, list[Alternative]]) -> None:
     for kind, choices in others.items():
         if choices:
             print()
-            console.print(_table_of(_TITLES[kind], choices, plan))
+            print_table([_row(other, plan, kind) for other in choices], _TITLES[kind])
             for other in choices:
                 if other.plan is None:
                     print(f"  {other.choice}: {other.problem}")
     if others:
         print(f"\n{_advice(plan, others['schedules'])}")
-    for name in exports:
-        print_export(name, plan)
+
+
+def _row(other: Alternative, plan: Plan, kind: str) -> dict[str, str]:
+    if other.plan is None:
+        return {"": str(other.choice), "layers": "not possible"}
+    row = {"": str(other.choice)} | cells(other.plan, "against this", plan)
+    if kind == "ranks":
+        row["rank-seconds"] = show_time(other.plan.step * other.plan.mesh.pipeline)
+    return row
 
 
 def _advice(plan: Plan, schedules: Sequence[Alternative]) -> str:
@@ -199,97 +184,36 @@ def _saves(best: Plan, other: Plan) -> bool:
     return _gain(best, other) >= 0.005
 
 
-def _figures(plan: Plan, seconds: float) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    timeline, problem, current = plan.timeline, plan.problem, plan.replica.current
-    table = Table(box=None, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    table.add_row(
-        "step",
-        show_time(timeline.span),
-        f"{show_time(timeline.makespan)} with an optimizer barrier",
-    )
-    table.add_row(
-        "lower bound",
-        show_time(plan.lower_bound),
-        f"of the {problem.work.objective}, for this placement; gap {_gap(plan):.2%}",
-    )
-    table.add_row("bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle")
-    table.add_row(
-        "imbalance",
-        f"{plan.imbalance:.3f}",
-        f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch",
-    )
+def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Yields what the plan is like: a word, a number, and what it means."""
+    timeline, problem, limits = plan.timeline, plan.problem, plan.replica.limits
+    makespan = f"{show_time(timeline.makespan)} with an optimizer barrier"
+    yield "step", show_time(timeline.span), makespan
+    gap = 1 - plan.lower_bound / plan.step if plan.step else 0.0
+    of = f"of the {problem.work.objective}, for this placement; gap {gap:.2%}"
+    yield "lower bound", show_time(plan.lower_bound), of
+    yield "bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle"
+    longest = f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch"
+    yield "imbalance", f"{plan.imbalance:.3f}", longest
     if any(plan.memory):
-        limits = plan.replica.limits or (0,) * len(plan.memory)
-        shares = [a / b if b else a for a, b in zip(plan.memory, limits, strict=True)]
+        shares = [x / (limits[rank] if limits else 1) for rank, x in enumerate(plan.memory)]
         rank = shares.index(max(shares))  # the fullest
-        limit = (
-            ""
-            if plan.replica.limits is None
-            else f", {shares[rank]:.0%} of the limit of {show_size(limits[rank])}"
-        )
-        table.add_row("memory", show_size(plan.memory[rank]), f"on rank {rank}{limit}")
+        where = f"on rank {rank}"
+        if limits is not None:
+            where += f", {shares[rank]:.0%} of the limit of {show_size(limits[rank])}"
+        yield "memory", show_size(plan.memory[rank]), where
     if problem.speeds is not None:
-        table.add_row("speeds", ", ".join(f"{each:g}" for each in problem.speeds), "of the ranks")
-    since = (
-        "the recorded placement"
-        if problem.profile.partition == current.counts
-        else "the even placement"
-    )
+        yield "speeds", ", ".join(f"{each:g}" for each in problem.speeds), "of the ranks"
     if plan.recomputed:
-        table.add_row(
-            "recomputed",
-            str(len(plan.recomputed)),
-            escape(", ".join(problem.profile.names[i] for i in sorted(plan.recomputed))),
-        )
-    table.add_row(
-        "moves",
-        str(len(plan.moves)),
-        f"{show_size(plan.moved_bytes)} from {since} {'+'.join(map(str, current.counts))}",
-    )
-    table.add_row("planned in", show_time(seconds), "")
-    return table
+        names = [problem.profile.names[i] for i in sorted(plan.recomputed)]
+        yield "recomputed", str(len(names)), ", ".join(names)
+    current = plan.replica.current.counts
+    since = "recorded" if problem.profile.partition == current else "even"
+    size = show_size(plan.moved_bytes)
+    yield "moves", str(len(plan.moves)), f"{size} from the {since} placement {plus(current)}"
 
 
-def _gap(plan: Plan) -> float:
-    return 1 - plan.lower_bound / plan.step if plan.step else 0.0
-
-
-def _table_of(title: str, choices: list[Alternative], plan: Plan) -> Table:
-    from rich.table import Table
-
-    by_ranks = title == "other numbers of ranks"
-    sizes = any(plan.memory)
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    headings = [
-        "step",
-        "against this",
-        "bubble",
-        "idle",
-        *["memory"] * sizes,
-        *["rank-seconds"] * by_ranks,
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_column("layers", overflow="fold")
-    for other in choices:
-        if other.plan is None:
-            table.add_row(str(other.choice), *["-"] * len(headings), "not possible", style="dim")
-            continue
-        timeline = other.plan.timeline
-        row = [
-            show_time(other.plan.step),
-            f"{other.plan.step / plan.step - 1:+.1%}" if plan.step else "-",
-        ]
-        row += [f"{timeline.bubble_ratio:.1%}", f"{timeline.idle_ratio:.1%}"]
-        row += [show_size(max(other.plan.memory))] * sizes + [
-            show_time(other.plan.step * other.plan.mesh.pipeline)
-        ] * by_ranks
-        table.add_row(str(other.choice), *row, "+".join(map(str, other.plan.partition.counts)))
-    return table
+def _print_facts(facts: Sequence[tuple[str, str, str]]) -> None:
+    first, second = (max(len(fact[column]) for fact in facts) for column in (0, 1))
+    for word, number, meaning in facts:
+        print(f" {word:<{first}}  {number:>{second}}  {meaning}".rstrip())

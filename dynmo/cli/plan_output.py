@@ -1,17 +1,17 @@
-"""A plan as JSON, as bars and as layouts of other trainers, for the ways of `dynmo plan`."""
+"""A plan as JSON, as bars, as a row of a table and in the formats of other trainers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from dynmo.cli.console import console_for_tables
 from dynmo.cli.placement_formats import FORMATS
 from dynmo.errors import PartitionError
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from dynmo.plan.evaluate import Plan
     from dynmo.schedule.memory import Limit
 
@@ -27,31 +27,39 @@ def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextMa
     return Console(stderr=True).status(what)
 
 
-def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
-    """Returns a plan as JSON.
+# -- JSON: times in seconds, sizes in bytes --------------------------------------------------------
 
-    Times are in seconds, sizes in bytes. A move is [layer, from rank, to rank].
-    """
-    timeline, mesh, problem = plan.timeline, plan.mesh, plan.problem
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """Returns the keys that the plan and each of its alternatives have."""
+    timeline = plan.timeline
+    return {
+        "partition": plan.partition.counts,
+        "imbalance": plan.imbalance,
+        "span": timeline.span,
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "idle_ratio": timeline.idle_ratio,
+        "memory": plan.memory,
+        "recompute": sorted(plan.recomputed),
+    }
+
+
+def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
+    """Returns a plan as JSON. A move is [layer, from rank, to rank]."""
+    mesh, problem = plan.mesh, plan.problem
     return {
         "schedule": mesh.schedule,
         "balancer": balancer,
         "ranks": mesh.pipeline,
         "microbatches": mesh.microbatches,
         "objective": str(problem.work.objective),
-        "partition": plan.partition.counts,
+        **figures(plan),
         "placement": plan.stage_ranks,
         "stage_cost": plan.stage_cost,
-        "imbalance": plan.imbalance,
-        "span": timeline.span,
-        "makespan": timeline.makespan,
-        "bubble_ratio": timeline.bubble_ratio,
-        "idle_ratio": timeline.idle_ratio,
         "lower_bound": plan.lower_bound,
-        "memory": plan.memory,
         "memory_limit": problem.memory_limit,
         "speeds": problem.speeds,
-        "recompute": sorted(plan.recomputed),
         "moves": plan.moves,
         "moved_bytes": plan.moved_bytes,
         "seconds": seconds,
@@ -67,47 +75,62 @@ def _export(name: str, plan: Plan) -> dict[str, Any]:
         return {"problem": str(error)}
 
 
-def picture(plan: Plan) -> list[Text]:
-    """Returns one bar per stage, as long as its work of one microbatch.
+# -- text ------------------------------------------------------------------------------------------
+
+
+def cells(plan: Plan, heading: str, other: Plan) -> dict[str, str]:
+    """Returns the cells of a plan in a table. The one of `heading` compares it with another."""
+    row = {
+        "step": show_time(plan.seconds),
+        heading: change(plan.seconds, other.seconds),
+        "bubble": f"{plan.timeline.bubble_ratio:.1%}",
+        "idle": f"{plan.timeline.idle_ratio:.1%}",
+    }
+    if any(plan.memory):
+        row["memory"] = show_size(max(plan.memory))
+    if plan.recomputed:
+        row["recomputed"] = str(len(plan.recomputed))
+    return row | {"layers": plus(plan.partition.counts)}
+
+
+def change(seconds: float, other: float) -> str:
+    return f"{seconds / other - 1:+.1%}" if other else "-"
+
+
+def plus(counts: Sequence[int]) -> str:
+    return "+".join(map(str, counts))
+
+
+def print_picture(plan: Plan) -> None:
+    """Prints one bar per stage, as long as its work of one microbatch.
 
     Dots show the time in which its rank waits for the longest one.
     """
     from rich.text import Text
 
-    stage_ranks, ranks = plan.stage_ranks, plan.rank_cost
-    longest = max(ranks) or 1.0
-    several = len(stage_ranks) > len(ranks)
-    lines: list[Text] = []
-    for rank in range(len(ranks)):
-        stages = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
-        for stage in stages:
-            cost, own = plan.costs.stages[stage], plan.partition.range_of(stage)
-            line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
-            used = done = 0
-            reached = 0.0
-            for letter, seconds, style in (
-                ("F", cost.f, "blue"),
-                ("B", cost.b, "green"),
-                ("W", cost.w, "yellow"),
-            ):
-                reached += seconds
-                done = round(_BAR * reached / longest)
-                line.append(letter * (done - used), style)
-                used = done
-            idle = round(_BAR * (1 - ranks[rank] / longest)) if stage == stages[-1] else 0
-            line.append("." * min(idle, _BAR - used), "dim")
-            line.append(" " * (_BAR - used - min(idle, _BAR - used)))
-            names = plan.problem.profile.names
-            line.append(
-                f" {show_time(plan.stage_cost[stage]):>8}  "
-                f"{_range(names[own.start], names[own.stop - 1])} ({len(own)})"
-            )
-            lines.append(line)
-    return lines
-
-
-def _range(first: str, last: str) -> str:
-    return first if first == last else f"{first} .. {last}"
+    console, names, holders = console_for_tables(), plan.problem.profile.names, plan.stage_ranks
+    longest, several = max(plan.rank_cost) or 1.0, len(holders) > plan.mesh.pipeline
+    order = sorted(range(len(holders)), key=lambda stage: (holders[stage], stage))
+    for stage, later in zip(order, [*order[1:], None], strict=True):
+        rank, own = holders[stage], plan.partition.range_of(stage)
+        cost = plan.costs.stages[stage]
+        line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
+        start, reached = len(line), 0.0
+        for letter, seconds, style in (
+            ("F", cost.f, "blue"),
+            ("B", cost.b, "green"),
+            ("W", cost.w, "yellow"),
+        ):
+            reached += seconds
+            line.append(letter * (start + round(_BAR * reached / longest) - len(line)), style)
+        if later is None or holders[later] != rank:
+            idle = round(_BAR * (1 - plan.rank_cost[rank] / longest))
+            line.append("." * min(idle, start + _BAR - len(line)), "dim")
+        line.pad_right(start + _BAR - len(line))
+        first, last = names[own.start], names[own.stop - 1]
+        line.append(f" {show_time(plan.stage_cost[stage]):>8}  {first}")
+        line.append(f"{'' if len(own) == 1 else f' .. {last}'} ({len(own)})")
+        console.print(line, soft_wrap=True)
 
 
 def print_export(name: str, plan: Plan) -> None:
@@ -123,10 +146,10 @@ def print_export(name: str, plan: Plan) -> None:
 
 def show_time(seconds: float) -> str:
     """Returns seconds with a unit, in four digits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if float(f"{seconds * scale:.4g}") >= 1 or unit == "us":
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if float(f"{seconds * scale:.4g}") >= 1:
             return f"{seconds * scale:.4g} {unit}"
-    raise AssertionError
+    return f"{seconds * 1e6:.4g} us"
 
 
 def show_size(count: int) -> str:

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from dynmo.cli import mesh
 from dynmo.cli.console import print_table
-from dynmo.cli.plan_output import limit_text, show_size, show_time, waiting
+from dynmo.cli.plan_output import (
+    change,
+    figures,
+    limit_text,
+    plus,
+    show_size,
+    show_time,
+    waiting,
+)
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.table import Table
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
@@ -67,7 +73,7 @@ def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
                 "steps": f"{row.first}-{row.last}",
                 "ranks": str(row.ranks),
                 "s/step": f"{row.seconds:.4g}",
-                "layers": "+".join(map(str, row.layers)),
+                "layers": plus(row.layers),
             }
             for row in needed
         ]
@@ -134,10 +140,11 @@ def run(problem: Problem, allowed: Allowed, tolerance: float, as_json: bool) -> 
     with waiting(as_json, "ranks ..."):
         table = rank_table(problem, allowed, tolerance, retune=len(allowed.sizes) == 1)
     seconds = time.perf_counter() - began
+    record = to_json(problem, allowed, table, seconds)
     if as_json:
-        print(json.dumps(to_json(problem, allowed, table, seconds), allow_nan=False))
+        print(json.dumps(record, allow_nan=False))
     else:
-        _print_text(problem, allowed, table, seconds)
+        _print_text(record, allowed.gpus)
 
 
 def to_json(problem: Problem, allowed: Allowed, table: RankTable, seconds: float) -> dict[str, Any]:
@@ -157,96 +164,59 @@ def to_json(problem: Problem, allowed: Allowed, table: RankTable, seconds: float
 
 
 def _row_json(row: RankRow, table: RankTable) -> dict[str, Any]:
-    plan = row.plan
+    plan, best = row.plan, row.retuned
     out: dict[str, Any] = {"ranks": row.ranks}
     if plan is None:
         out["problem"] = row.problem
     else:
-        out |= vars(plan.mesh) | {
+        rate = plan.samples_per_second / row.ranks
+        out |= vars(plan.mesh) | figures(plan)
+        out |= {
             "step_seconds": plan.seconds,
-            "memory": plan.memory,
-            "speed": _speed(plan.seconds, table),
-            "samples_per_second_per_rank": _per_rank(row),
-            "partition": plan.partition.counts,
+            "speed": table.full_seconds / plan.seconds if plan.seconds else 1.0,
+            "samples_per_second_per_rank": rate if math.isfinite(rate) else None,
         }
-    if row.retuned is not None:
-        size, seconds = row.retuned.mesh.micro_batch, row.retuned.seconds
-        out["best_micro_batch"] = {"micro_batch": size, "step_seconds": seconds}
+    if best is not None:
+        size = best.mesh.micro_batch
+        out["best_micro_batch"] = {"micro_batch": size, "step_seconds": best.seconds}
     return out
 
 
-def _speed(seconds: float, table: RankTable) -> float:
-    """Returns the share of the speed on all ranks."""
-    return table.full_seconds / seconds if seconds else 1.0
+def _print_text(record: dict[str, Any], most: int) -> None:
+    rows, fewest = record["ranks"], record["fewest_ranks"]
+    batch = f"a global batch of {record['global_batch']}{limit_text(record['memory_limit'])}"
+    print(f"1 to {most} ranks, {batch}\n")
+    several = len({row["schedule"] for row in rows if "schedule" in row}) > 1
+    print_table([_row(row, several, row["ranks"] == fewest) for row in rows])
+    for row in rows:
+        if "problem" in row:
+            print(f"  {row['ranks']}: {row['problem']}")
+    chosen, limit = rows[fewest - 1]["step_seconds"], record["limit_seconds"]
+    print(
+        f"{fewest} of {most} ranks are enough: a step of {show_time(chosen)}, {show_time(limit)} "
+        f"are allowed\nsearched in {show_time(record['seconds'])}"
+    )
 
 
-def _per_rank(row: RankRow) -> float | None:
-    """Returns sequences per second of each rank. None if a step takes no time."""
-    plan = row.plan
-    if plan is None or not plan.seconds:
-        return None
-    return plan.samples_per_second / row.ranks
-
-
-def _print_text(problem: Problem, allowed: Allowed, table: RankTable, seconds: float) -> None:
-    from dynmo.cli.console import console_for_tables
-
-    batch = f"a global batch of {allowed.batch}{limit_text(problem.memory_limit)}"
-    print(f"1 to {allowed.gpus} ranks, {batch}\n")
-    console_for_tables().print(_table(table))
-    for row in table.rows:
-        if row.plan is None:
-            print(f"  {row.ranks}: {row.problem}")
-    chosen = table.rows[table.fewest - 1].plan
-    assert chosen is not None
-    takes = f"a step of {show_time(chosen.seconds)}, {show_time(table.limit_seconds)} are allowed"
-    print(f"{table.fewest} of {allowed.gpus} ranks are enough: {takes}")
-    print(f"searched in {show_time(seconds)}")
-
-
-def _table(table: RankTable) -> Table:
-    from rich.table import Table
-
-    sizes = any(row.plan is not None and any(row.plan.memory) for row in table.rows)
-    retuned = any(row.retuned is not None for row in table.rows)
-    schedules = len({row.plan.mesh.schedule for row in table.rows if row.plan is not None}) > 1
-    out = Table()
-    headings = ["", "ranks", "mesh", "microbatches", *["schedule"] * schedules, "step", "speed"]
-    headings += ["sequences/s per rank", *["memory"] * sizes, *["best micro_batch"] * retuned]
-    for heading in headings:
-        out.add_column(heading, justify="right")
-    out.add_column("layers", overflow="fold")
-    for row in table.rows:
-        plan = row.plan
-        if plan is None:
-            blank = ["-"] * (len(headings) - 2 - retuned)
-            out.add_row("", str(row.ranks), *blank, *[_retuned(row)] * retuned, "not possible")
-            continue
-        shape, per_rank, chosen = plan.mesh, _per_rank(row), row.ranks == table.fewest
-        cells = [
-            "fewest" if chosen else "",
-            str(row.ranks),
-            f"{shape.pipeline} x {shape.replicas}",
-            f"{shape.microbatches} of {shape.micro_batch}",
-            *[shape.schedule] * schedules,
-            show_time(plan.seconds),
-            f"{_speed(plan.seconds, table):.1%}",
-            "-" if per_rank is None else f"{per_rank:,.4g}",
-            *[show_size(max(plan.memory))] * sizes,
-            *[_retuned(row)] * retuned,
-            "+".join(map(str, plan.partition.counts)),
-        ]
-        out.add_row(*cells, style="bold" if chosen else None)
+def _row(row: dict[str, Any], several_schedules: bool, is_fewest: bool) -> dict[str, str]:
+    out = {"": "fewest" if is_fewest else "", "ranks": str(row["ranks"])}
+    if "problem" in row:
+        out["layers"] = "not possible"
+    else:
+        rate = row["samples_per_second_per_rank"]
+        out |= {
+            "mesh": f"{row['pipeline']} x {row['replicas']}",
+            "microbatches": f"{row['microbatches']} of {row['micro_batch']}",
+            **({"schedule": row["schedule"]} if several_schedules else {}),
+            "step": show_time(row["step_seconds"]),
+            "speed": f"{row['speed']:.1%}",
+            "sequences/s per rank": "-" if rate is None else f"{rate:,.4g}",
+            **({"memory": show_size(max(row["memory"]))} if any(row["memory"]) else {}),
+            "layers": plus(row["partition"]),
+        }
+    if best := row.get("best_micro_batch"):
+        out["best micro_batch"] = str(best["micro_batch"])
+        if best["micro_batch"] != row.get("micro_batch", best["micro_batch"]):
+            effect = change(best["step_seconds"], row["step_seconds"])
+            out["best micro_batch"] += f" ({effect})"
     return out
-
-
-def _retuned(row: RankRow) -> str:
-    """Returns the best size of a microbatch, and its effect on the step."""
-    best, plan = row.retuned, row.plan
-    if best is None:
-        return "-"
-    size = str(best.mesh.micro_batch)
-    if plan is None or not plan.seconds:
-        return size
-    change = best.seconds / plan.seconds - 1
-    return f"{size} ({change:+.1%})" if best.mesh.micro_batch != plan.mesh.micro_batch else size

@@ -8,9 +8,9 @@ from typing import Any
 from tests.cli.runs import Run
 
 # Keys of the answer, in order.
-FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "placement"]
-FIELDS += ["stage_cost", "imbalance", "span", "makespan", "bubble_ratio", "idle_ratio"]
-FIELDS += ["lower_bound", "memory", "memory_limit", "speeds", "recompute", "moves", "moved_bytes"]
+FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "imbalance"]
+FIELDS += ["span", "makespan", "bubble_ratio", "idle_ratio", "memory", "recompute", "placement"]
+FIELDS += ["stage_cost", "lower_bound", "memory_limit", "speeds", "moves", "moved_bytes"]
 FIELDS += ["seconds", "words", "alternatives"]
 
 
