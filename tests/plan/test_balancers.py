@@ -99,10 +99,7 @@ def test_exact_moves_the_fewest_bytes() -> None:
 
 
 def test_balancers_and_memory_limits() -> None:
-    """Balancers that search, "exact" and "diffusion" find what fits.
-
-    The placement of others is held to the limit.
-    """
+    """The plan of a balancer that does not search may be refused."""
     asked = limited([4, 4, 1, 1], (1, 3), (5, 99))
     assert counts_of("exact", asked) == counts_of("diffusion", asked) == (1, 3)
     assert counts_of("none", limited([4, 4, 1, 1], (3, 1), (5, 99))) == (3, 1)
