@@ -30,7 +30,7 @@ from benchmarks.waiting import functions, save_model
 from dynmo.data.grouping import RowCost, grouped
 from dynmo.data.order import Order
 from dynmo.data.packing import packed
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Op, Schedule, dependencies
 
 WAYS = ("rows", "grouped", "packed")
@@ -92,7 +92,7 @@ def simulated(
 ) -> dict[str, float]:
     """Returns counted tokens by a unit of cost, for each way and for the limit."""
     order = Order(len(lengths), microbatches * micro_batch, micro_batch, seed=0)
-    schedule = make_by_hand("zb-h1", ranks, microbatches)
+    schedule = make("zb-h1", ranks, microbatches)
     spans = dict.fromkeys((*WAYS, "even"), 0.0)
     counted = 0
     for step in range(steps):

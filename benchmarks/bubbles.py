@@ -39,8 +39,7 @@ from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.plan.partition import Partition, exact, uniform
 from dynmo.plan.stage_plan import roomy_caps
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import stage_ranks_of
+from dynmo.schedule.catalogue import make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 
 # Case, sequence, blocks, ranks, and the paper's idle before and after balancing.

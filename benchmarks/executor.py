@@ -47,9 +47,8 @@ from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, stage_ranks_of
+from dynmo.schedule.catalogue import chunks_of, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 

@@ -39,8 +39,8 @@ from dynmo.plan.plan_request import Plan, PlanRequest
 from dynmo.plan.stage_costs import by_name, frozen_stages, pipeline_costs
 from dynmo.plan.stage_plan import one_microbatch, roomy_caps, with_unit_memory
 from dynmo.schedule.automatic.exact import exact as exact_schedule
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import v_stage_ranks
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.simulator import simulate
 
 CASES = (

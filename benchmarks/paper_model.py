@@ -15,7 +15,7 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.plan.partition import uniform
 from dynmo.plan.stage_plan import StageRequest
-from dynmo.schedule.automatic.make import full_schedule
+from dynmo.schedule.catalogue import full_schedule
 
 HIDDEN, HEADS, SEQUENCE, MICROBATCH, VOCABULARY = 1024, 32, 2048, 2, 50257
 PER_RANK = 4  # microbatches

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from benchmarks.cost_traces import Layers, timeline
 from dynmo.jit import jit
 from dynmo.plan.partition import Partition
-from dynmo.schedule.generators import zb_h1
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind, Schedule, in_order
 
 Floats = NDArray[np.float64]
@@ -75,7 +75,7 @@ def search_placements(
         raise ValueError("layer 0 is frozen; the search is for schedules without a frozen prefix")
     if not 1 <= ranks <= len(layers):
         return PlacementSearch(None, True, 0, 0)
-    works, schedule = sums_of(layers), zb_h1(ranks, microbatches)
+    works, schedule = sums_of(layers), make("zb-h1", ranks, microbatches)
     allowed = limit * (1 + _SLACK)
 
     def single(rank: int) -> Bools:
@@ -107,7 +107,7 @@ def window_seconds(
 ) -> float:
     """Returns the lower bound on a step that knows only the layers of the window."""
     ranks = placement.stages
-    rows = rows_of(zb_h1(ranks, microbatches), low, high)
+    rows = rows_of(make("zb-h1", ranks, microbatches), low, high)
     bounds, ended = np.array(placement.bounds, np.int64), np.empty((ranks, 2, microbatches))
     return _replay(rows, sums_of(layers), bounds, low, high, ranks, ended)
 

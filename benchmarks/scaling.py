@@ -46,7 +46,7 @@ from benchmarks.traces_emulated import emulated_table
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.plan.partition import exact, uniform
 from dynmo.schedule.automatic.zero_bubble import automatic
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.simulator import simulate
 
 REPLICAS = 30
@@ -169,7 +169,7 @@ def equal_memory(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         caps = (2.0 * p,) * p  # in activations of a microbatch of the smaller size
         two = simulate(automatic(once, m, caps=caps), once)
         one = simulate(automatic(twice, m // 2, caps=caps), twice)
-        plain = simulate(make_by_hand("1f1b", p, m // 2), twice)
+        plain = simulate(make("1f1b", p, m // 2), twice)
         out.append(
             {
                 "model": row["model"],

@@ -42,9 +42,8 @@ from benchmarks.output import (
 )
 from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, stage_ranks_of
+from dynmo.schedule.catalogue import chunks_of, make, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate

@@ -19,8 +19,7 @@ from docs.tools.result_tables import result_tables
 from dynmo.cases import CASES as CASES_OF_DYNAMISM
 from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_costs
 from dynmo.cost.profile_file import Profile, to_json
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
+from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 
 pytestmark = pytest.mark.docs

@@ -28,7 +28,7 @@ from dynmo.plan import balancers
 from dynmo.plan.balance_request import BalanceRequest
 from dynmo.plan.partition import Partition
 from dynmo.runtime.state import checkpoint
-from dynmo.schedule import generators
+from dynmo.schedule import catalogue
 from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of, plan_run
@@ -326,12 +326,13 @@ def contributed(module: ModuleType | None, start: str) -> dict[str, Any]:
     return names
 
 
-def test_contributed_schedule_is_valid() -> None:
-    names = contributed(generators, "schedule/generators.py")
-    validate(names["eager_1f1b"](4, 8))
+def test_contributed_schedule_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = contributed(catalogue, "schedule/catalogue.py")
+    monkeypatch.setitem(catalogue.SCHEDULES, "eager-1f1b", catalogue._Entry(names["_eager"]))
+    made = [catalogue.make(name, 4, 8) for name in ("eager-1f1b", "1f1b")]
+    validate(made[0])
     costs = uniform_costs(4, 1, 1, 1, 0.5)
-    spans = [simulate(names[make](4, 8), costs).span for make in ("eager_1f1b", "one_f_one_b")]
-    assert spans == [36, 41]
+    assert [simulate(schedule, costs).span for schedule in made] == [36, 41]
 
 
 def test_contributed_balancer_balances() -> None:

@@ -19,7 +19,6 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.schedule.catalogue import SCHEDULES
-from dynmo.schedule.generators import GENERATORS
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.equality import (
@@ -38,6 +37,7 @@ from tests.equality import (
 )
 from tests.jobs import SOURCE
 from tests.pool import Pool
+from tests.schedule.samples import BY_HAND
 
 
 @cache
@@ -49,7 +49,7 @@ def _reference(pool: Pool, freezing: bool, clipping: bool, **options: Any) -> di
 @pytest.mark.parametrize(
     ("ranks", "schedule", "balancer", "freezing", "clipping"),
     mostly_matrix(
-        product((2, 3, 4), GENERATORS, BALANCERS, (False, True), (False, True)),
+        product((2, 3, 4), BY_HAND, BALANCERS, (False, True), (False, True)),
         everyday=[(3, "zb-h1", "diffusion", False, False), (4, "zb-h2", "random", True, True)],
     ),
 )
@@ -76,7 +76,7 @@ def _tied(wanted: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     mostly_matrix(
-        product([name for name in SCHEDULES if name not in GENERATORS], (1, 2, 3, 4)),
+        product([name for name in SCHEDULES if name not in BY_HAND], (1, 2, 3, 4)),
         everyday=[("v-auto", 4)],
     ),
 )

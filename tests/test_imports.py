@@ -36,16 +36,19 @@ def test_modules_load_without_torch() -> None:
 def test_help_loads_no_large_package() -> None:
     """Typer loads pydantic for the help of a command with options."""
     light = ("train", "data", "profile", "report", "checkpoint")
-    *_, first, second = in_process(
+    planning = ("plan", "schedule", "simulate")
+    *_, first, second, third = in_process(
         "import sys\n"
         "from dynmo.cli import main\n"
         "large = {'torch', 'numba', 'numpy'}\n"
         "main(['--help'])\n"
         "first = sorted({*large, 'pydantic'} & sys.modules.keys())\n"
         f"for name in {light!r}: main([name, '--help'])\n"
-        "print(first, sorted(large & sys.modules.keys()), sep='\\n')"
+        "second = sorted(large & sys.modules.keys())\n"
+        f"for name in {planning!r}: main([name, '--help'])\n"
+        "print(first, second, 'numba' in sys.modules, sep='\\n')"
     )
-    assert (first, second) == ("[]", "[]")
+    assert (first, second, third) == ("[]", "[]", "False")
 
 
 def in_process(code: str) -> list[str]:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.zero_bubble import automatic
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import from_text
 from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
 from tests.combinations import mostly_matrix
@@ -133,9 +133,9 @@ def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dic
 
 
 SCHEDULES = {
-    "1f1b": lambda: make_by_hand("1f1b", 2, 4),
-    "zb-h1": lambda: make_by_hand("zb-h1", 2, 4),
-    "zb-h2": lambda: make_by_hand("zb-h2", 4, 8),
+    "1f1b": lambda: make("1f1b", 2, 4),
+    "zb-h1": lambda: make("zb-h1", 2, 4),
+    "zb-h2": lambda: make("zb-h2", 4, 8),
     "zb-auto": lambda: automatic(
         Costs((StageCost(2, 3, 1), StageCost(4, 1, 2)), (0.5,)), 4, caps=[3, 2]
     ),

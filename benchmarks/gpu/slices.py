@@ -50,7 +50,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.runtime.state.layer_options import LayerOptions
-from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
 from dynmo.train.setup import model_of

@@ -15,7 +15,7 @@ from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.files import read_text
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, stage_ranks_of
+from dynmo.schedule.catalogue import check_microbatches, entry, make, stage_ranks_of
 from dynmo.schedule.op import Schedule
 
 
@@ -55,12 +55,6 @@ class ScheduleRequest:
         return self.make(self.name) if self.read is None else self.read
 
     def make(self, name: str) -> Schedule:
-        if not entry(name).from_costs:  # needs no numba, which takes a while to import
-            return make_by_hand(
-                name, self.ranks, self.microbatches, self.first_trainable, self.chunks
-            )
-        from dynmo.schedule.automatic.make import make
-
         return make(
             name,
             self.ranks,

@@ -27,9 +27,8 @@ from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Allowed, Choice, Problem, Work
 from dynmo.plan.recompute import recompute_as_workspace
-from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import AUTO, SHAPES
+from dynmo.schedule.catalogue import AUTO, SHAPES, full_schedule
 from dynmo.schedule.memory import Limit, least_limit, rank_limits, within
 
 

@@ -25,7 +25,7 @@ from dynmo.plan import _chunk_kernels as kernels
 from dynmo.plan._kernels import Floats, Ints
 from dynmo.plan.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.plan.partition import Partition, exact, stage_loads
-from dynmo.schedule.catalogue import v_stage_ranks
+from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 
 NODES = 2_000_000  # steps of branch and bound: some hundredths of a second

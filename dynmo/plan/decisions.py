@@ -28,8 +28,7 @@ from dynmo.plan.reshape import Reshape, reshape
 from dynmo.plan.situation import DecisionRecord, Layers, Situation
 from dynmo.plan.stage_plan import plan_stages, schedule_for_balancers
 from dynmo.plan.trigger import Decision, Outlook, confirmed, worth_moving_through
-from dynmo.schedule.automatic.make import full_schedule
-from dynmo.schedule.catalogue import SHAPES, entry
+from dynmo.schedule.catalogue import SHAPES, entry, full_schedule
 from dynmo.schedule.memory import least_limit, within
 from dynmo.schedule.simulator import resident, simulate
 

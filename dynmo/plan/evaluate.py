@@ -44,9 +44,8 @@ from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.partition import Move, Partition, imbalance, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, stage_ranks_of
+from dynmo.schedule.catalogue import entry, make, stage_ranks_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.memory import bare, rank_limits, rank_memory, reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
@@ -124,7 +123,7 @@ class Replica:
         return pipeline_costs(layers, partition, links=self.links, speeds=self.speeds)
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
-        """Makes the schedule. See `automatic.make`."""
+        """Makes the schedule. See `catalogue.make`."""
         return _make(
             self.mesh.schedule,
             self.mesh.pipeline,

@@ -18,8 +18,7 @@ from dynmo.errors import ConfigError, PartitionError
 from dynmo.plan.chains import same_layers
 from dynmo.plan.meshes import accumulation_problem
 from dynmo.plan.partition import Move, Partition, uniform
-from dynmo.schedule.automatic.make import full_schedule
-from dynmo.schedule.catalogue import check_microbatches, stage_ranks_of
+from dynmo.schedule.catalogue import check_microbatches, full_schedule, stage_ranks_of
 from dynmo.schedule.op import Schedule
 
 RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]

@@ -31,8 +31,7 @@ from dynmo.plan.stage_plan import (
     schedule_for_balancers,
     with_unit_memory,
 )
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import check_microbatches, entry
+from dynmo.schedule.catalogue import check_microbatches, entry, make
 from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
 from dynmo.schedule.simulator import resident
 

@@ -34,9 +34,8 @@ from dynmo.plan.meshes import divisors
 from dynmo.plan.partition import exact, stage_loads, uniform
 from dynmo.plan.plan_request import PlanRequest, RecomputeMode, memory_needs
 from dynmo.plan.stage_costs import freeze, pipeline_costs
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import check_microbatches, chunks_of
+from dynmo.schedule.catalogue import check_microbatches, chunks_of, make
 
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
 # These need less memory than zb-v and are hardly ever faster. They are tried if memory is limited.

@@ -34,8 +34,8 @@ from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, exact, ties, uniform, weigh
 from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
 from dynmo.plan.recompute import choose_recomputed, with_recompute
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.graph import Floats
 from dynmo.schedule.memory import MemoryLimits, Pairs
 from dynmo.schedule.op import Schedule

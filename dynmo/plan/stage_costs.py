@@ -16,7 +16,7 @@ from itertools import takewhile
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.errors import PartitionError
 from dynmo.plan.partition import Partition
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
 
 Make = Callable[[Costs], Schedule]
@@ -87,4 +87,6 @@ def frozen_stages(costs: Costs) -> int:
 
 def by_name(name: str, microbatches: int) -> Make:
     """Makes the schedule called `name`, with the frozen prefix that the costs show."""
-    return lambda costs: make_by_hand(name, len(costs.stages), microbatches, frozen_stages(costs))
+    return lambda costs: make(
+        name, len(costs.stages), microbatches, first_trainable=frozen_stages(costs)
+    )

@@ -22,9 +22,8 @@ from dynmo.errors import PartitionError, ScheduleError
 from dynmo.plan.partition import Partition
 from dynmo.plan.speeds import Speeds
 from dynmo.plan.stage_costs import Make, frozen_stages, pipeline_costs
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, stage_ranks_of
+from dynmo.schedule.catalogue import entry, make, stage_ranks_of
 from dynmo.schedule.memory import (
     Limit,
     bare,
@@ -90,7 +89,7 @@ class StageRequest:
         return pipeline_costs(layers, partition, links=links, speeds=own)
 
     def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
-        """Makes the schedule. See `automatic.make`."""
+        """Makes the schedule. See `catalogue.make`."""
         return _make(
             self.schedule,
             self.ranks,

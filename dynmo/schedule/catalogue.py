@@ -12,39 +12,77 @@ v-auto             2                 the stages' costs   as much as the limit al
 v-half             2                 the stages' costs   about p / 2
 v-min              2                 the stages' costs   about p / 3
 
-`automatic.make.make` makes any of them. "auto" stands for the fastest of `SHAPES`, each with the
+`make` makes any of them. "auto" stands for the fastest of `SHAPES`, each with the
 placement that is best for it. It is no schedule itself: `planner.shapes` chooses.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple, TypeAlias
 
+from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.generators import GENERATORS
-from dynmo.schedule.interleaved import interleaved, loop_stage_ranks
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.generators import by_hand, v_stage_ranks
 from dynmo.schedule.op import Schedule
 
 
 class _Entry(NamedTuple):
-    """Stages per rank, whether others may be chosen, and whether costs shape the schedule."""
+    """How a schedule is made.
 
+    Attributes:
+        warmup: The number of F's before F's and backwards in turn, of a schedule made by hand. It
+            takes the number of ranks, microbatches, chunks, and the rank. None: costs shape it.
+        splits: Whether W is apart from B.
+        chunks: Stages per rank.
+        free: Whether another number of stages per rank may be chosen.
+    """
+
+    warmup: Callable[[int, int, int, int], int] | None = None
+    splits: bool = False
     chunks: int = 1
     free: bool = False
-    from_costs: bool = False
+
+    @property
+    def from_costs(self) -> bool:
+        return self.warmup is None
+
+
+def _all(ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+    return microbatches
+
+
+def _way(ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+    return ranks - 1 - rank
+
+
+def _two_ways(ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+    return 2 * (ranks - 1 - rank)
+
+
+def _interleaved(ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+    # The way to the last rank and back, and all chunks but the last filled. One chunk needs no more
+    # than 1F1B's warm-up.
+    way = ranks - 1 - rank
+    return way if chunks == 1 else 2 * way + (chunks - 1) * ranks
 
 
 # Microbatches of all ranks together. More would fill the memory before any error comes.
 _MOST_CELLS = 1 << 20
 
-SCHEDULES: dict[str, _Entry] = {name: _Entry() for name in GENERATORS} | {
-    "interleaved-1f1b": _Entry(chunks=2, free=True),
-    "zb-auto": _Entry(from_costs=True),
-    "zb-v": _Entry(chunks=2, from_costs=True),
-    "v-auto": _Entry(chunks=2, from_costs=True),
-    "v-half": _Entry(chunks=2, from_costs=True),
-    "v-min": _Entry(chunks=2, from_costs=True),
+SCHEDULES: dict[str, _Entry] = {
+    "gpipe": _Entry(_all),
+    "1f1b": _Entry(_way),
+    "zb-h1": _Entry(_way, splits=True),
+    "zb-h2": _Entry(_two_ways, splits=True),
+    "interleaved-1f1b": _Entry(_interleaved, chunks=2, free=True),
+    "zb-auto": _Entry(),
+    "zb-v": _Entry(chunks=2),
+    "v-auto": _Entry(chunks=2),
+    "v-half": _Entry(chunks=2),
+    "v-min": _Entry(chunks=2),
 }
 
 AUTO = "auto"
@@ -122,12 +160,7 @@ def stage_ranks_of(name: str, ranks: int, chunks: int | None = None) -> tuple[in
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
     if count == 2 and not SCHEDULES[name].free:
         return v_stage_ranks(ranks)
-    return loop_stage_ranks(ranks, count)
-
-
-def v_stage_ranks(ranks: int) -> tuple[int, ...]:
-    """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
-    return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * count
 
 
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
@@ -148,16 +181,72 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
 
 
 @lru_cache(maxsize=32)
-def make_by_hand(
-    name: str, ranks: int, microbatches: int, first_trainable: int = 0, chunks: int | None = None
+def _by_hand(
+    name: str, ranks: int, microbatches: int, chunks: int, first_trainable: int
 ) -> Schedule:
-    """Make a schedule that does not depend on costs.
+    made = SCHEDULES[name]
+    assert made.warmup is not None
+    return by_hand(
+        name,
+        ranks,
+        microbatches,
+        partial(made.warmup, ranks, microbatches, chunks),
+        splits=made.splits,
+        chunks=chunks,
+        first_trainable=first_trainable,
+    )
+
+
+def make(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    costs: Costs | None = None,
+    chunks: int | None = None,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """Make the schedule called `name`, one of `SCHEDULES`.
+
+    Args:
+        name: Name of the schedule.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        costs: Costs of every stage. None means that all are alike: F = B = W, and no links.
+        chunks: Stages per rank. None means the schedule's own number.
+        caps: The most live memory of each rank, in the costs' unit. Only schedules that are made
+            from costs keep to it. The caller checks the others.
+        first_trainable: The stages before this one run F only.
+        objective: The time that a schedule made from costs keeps short.
 
     Raises:
-        ScheduleError: The schedule cannot have these numbers. The message says which it can have.
+        ScheduleError: The schedule cannot be made so. The message says which values would do.
     """
-    count = chunks_of(name, chunks)
+    stage_ranks = stage_ranks_of(name, ranks, chunks)
     check_microbatches(name, ranks, microbatches)
-    if name in GENERATORS:
-        return GENERATORS[name](ranks, microbatches, first_trainable)
-    return interleaved(ranks, microbatches, count, first_trainable)
+    if not entry(name).from_costs:
+        return _by_hand(name, ranks, microbatches, chunks_of(name, chunks), first_trainable)
+    if costs is None:
+        costs = uniform_costs(len(stage_ranks), 1.0, 1.0, 1.0)
+    if len(costs.stages) != len(stage_ranks):
+        raise ScheduleError(
+            f"{name} on {ranks} ranks has {len(stage_ranks)} stages, but costs are given for "
+            f"{len(costs.stages)}"
+        )
+    # Compiled loops take a while to import.
+    from dynmo.schedule.automatic.vshape import v_shape
+    from dynmo.schedule.automatic.zero_bubble import automatic
+
+    search: Callable[..., Schedule] = automatic if name == "zb-auto" else partial(v_shape, name)
+    return search(
+        costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective
+    )
+
+
+def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """Make a schedule of equal stages that all train."""
+    # A schedule that is made within any limit must at least find the memory of 1F1B.
+    caps = (float(ranks),) * ranks if name == "zb-auto" else None
+    return make(name, ranks, microbatches, chunks=chunks, caps=caps)

@@ -1,8 +1,21 @@
-"""The schedules made by hand: GPipe, 1F1B, ZB-H1 and ZB-H2.
+"""Schedules made by hand: a warm-up of forwards, then one forward and one backward in turn.
 
-ZB-H1 and ZB-H2 are from Zero Bubble, section 2. They are pure functions of p and m. Each takes the
-number of ranks, the number of microbatches and the first trainable stage. A rank below that stage
-runs forwards only.
+They differ in the length of the warm-up, and in whether W is apart from B. ZB-H1 and ZB-H2 are from
+Zero Bubble, section 2. They hold W back, so that in steady state every rank is as many microbatches
+past the first F as the first rank is at its first B. Over a frozen prefix the pipeline that trains
+starts at `first_trainable`. No rank upstream of it waits for a B, so that stage holds no W back.
+
+Interleaved 1F1B is Megatron-LM's: v stages per rank, placed round and round. The wait of the
+warm-up is v times shorter than in 1F1B.
+
+    # interleaved-1f1b  ranks=2 microbatches=4 placement=0,1,0,1
+    0 | 0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3
+    1 | 1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3
+
+Microbatches go in groups of p. A group passes all stages of a rank one after the other, forwards
+from the lowest, backwards from the highest. Without links the bubble is that of 1F1B divided by v:
+(p - 1)(F + B + W) / v. Rank 0 holds up to (v + 1) p - 1 activations of one stage. Each is a v-th
+part of a rank's activation, so they are p + (p - 1) / v whole ones.
 """
 
 from __future__ import annotations
@@ -11,8 +24,6 @@ from collections.abc import Callable
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule
-
-Generator = Callable[[int, int, int], Schedule]
 
 
 def check_numbers(
@@ -29,84 +40,56 @@ def check_numbers(
         )
 
 
-def _make(
+def v_stage_ranks(ranks: int) -> tuple[int, ...]:
+    """Place stages down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def by_hand(
     name: str,
     ranks: int,
     microbatches: int,
-    first_trainable: int,
-    row: Callable[[int], list[tuple[Kind, int]]],
+    warmup: Callable[[int], int],
+    *,
+    splits: bool = False,
+    chunks: int = 1,
+    first_trainable: int = 0,
 ) -> Schedule:
-    check_numbers(name, ranks, microbatches, ranks, first_trainable)
-    forward_only = [(Kind.F, j) for j in range(microbatches)]
-    rows = (forward_only if rank < first_trainable else row(rank) for rank in range(ranks))
-    ops = tuple(tuple(Op(kind, rank, j) for kind, j in cells) for rank, cells in enumerate(rows))
-    return Schedule(name, microbatches, tuple(range(ranks)), ops, first_trainable)
+    """Make a schedule that does not depend on costs. Stage s is on rank s % ranks.
 
-
-def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make GPipe: all forwards, then all backwards. Every microbatch is in flight at once."""
-
-    def row(rank: int) -> list[tuple[Kind, int]]:
-        return [(kind, j) for kind in (Kind.F, Kind.BW) for j in range(microbatches)]
-
-    return _make("gpipe", ranks, microbatches, first_trainable, row)
-
-
-def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make 1F1B: a warm-up of p - 1 - rank forwards, then one forward and one backward in turn."""
-
-    def row(rank: int) -> list[tuple[Kind, int]]:
-        warmup = min(ranks - 1 - rank, microbatches)
-        cells = [(Kind.F, j) for j in range(warmup)]
-        for i in range(microbatches):
-            if warmup + i < microbatches:
-                cells.append((Kind.F, warmup + i))
-            cells.append((Kind.BW, i))
-        return cells
-
-    return _make("1f1b", ranks, microbatches, first_trainable, row)
-
-
-def _zero_bubble(
-    name: str, k: int, ranks: int, microbatches: int, first_trainable: int
-) -> Schedule:
-    """Make ZB-H1 (k = 1) or ZB-H2 (k = 2).
-
-    W is held back so that in steady state every rank is k (p - 1) microbatches past the first F.
-    Over a frozen prefix the pipeline that trains starts at `first_trainable`. No rank upstream of
-    it waits for a B, so that stage holds no W back.
+    Args:
+        name: Name of the schedule.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step, a multiple of `ranks` if there are several chunks.
+        warmup: The number of F's of each rank before its first F and backward in turn.
+        splits: Whether W is apart from B.
+        chunks: Stages per rank.
+        first_trainable: The stages before this one run F only.
     """
-    held_back = k * (ranks - 1 - first_trainable)
+    stages, turns = ranks * chunks, microbatches * chunks
+    check_numbers(name, ranks, microbatches, stages, first_trainable)
+    held_back = warmup(first_trainable % ranks)
 
-    def row(rank: int) -> list[tuple[Kind, int]]:
-        warmup = k * (ranks - 1 - rank)
-        cells = [(Kind.F, j) for j in range(min(warmup, microbatches))]
-        weights = 0
-        for i in range(microbatches):
-            if warmup + i < microbatches:
-                cells.append((Kind.F, warmup + i))
-            cells.append((Kind.B, i))
-            if warmup + i >= held_back:
-                cells.append((Kind.W, weights))
+    def op(kind: Kind, rank: int, turn: int) -> Op:
+        """Return the op that a rank runs as its `turn`-th of a kind."""
+        group, step_in_group = divmod(turn, stages)
+        chunk, place = divmod(step_in_group, ranks)
+        chunk = chunk if kind is Kind.F else chunks - 1 - chunk
+        return Op(kind, chunk * ranks + rank, group * ranks + place)
+
+    rows: list[tuple[Op, ...]] = []
+    for rank in range(ranks):
+        ahead, weights = warmup(rank), 0
+        row = [op(Kind.F, rank, turn) for turn in range(min(ahead, turns))]
+        for turn in range(turns):
+            if ahead + turn < turns:
+                row.append(op(Kind.F, rank, ahead + turn))
+            row.append(op(Kind.B if splits else Kind.BW, rank, turn))
+            if splits and ahead + turn >= held_back:
+                row.append(op(Kind.W, rank, weights))
                 weights += 1
-        return cells + [(Kind.W, j) for j in range(weights, microbatches)]
-
-    return _make(name, ranks, microbatches, first_trainable, row)
-
-
-def zb_h1(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make ZB-H1: the memory of 1F1B, at most p activations a rank, and a third of its bubble."""
-    return _zero_bubble("zb-h1", 1, ranks, microbatches, first_trainable)
-
-
-def zb_h2(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """Make ZB-H2: no bubble if F = B = W, for up to 2p - 1 activations."""
-    return _zero_bubble("zb-h2", 2, ranks, microbatches, first_trainable)
-
-
-GENERATORS: dict[str, Generator] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-}
+        if splits:
+            row += [op(Kind.W, rank, turn) for turn in range(weights, turns)]
+        rows.append(tuple(x for x in row if x.kind is Kind.F or x.stage >= first_trainable))
+    stage_ranks = tuple(range(ranks)) * chunks
+    return Schedule(name, microbatches, stage_ranks, tuple(rows), first_trainable)

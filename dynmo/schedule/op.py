@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.graph import B, Graph, Order, make_graph, make_order
+
+if TYPE_CHECKING:
+    from dynmo.schedule.graph import Graph, Order
 
 
 class Kind(StrEnum):
@@ -35,9 +35,6 @@ class Kind(StrEnum):
     B = "B"
     W = "W"
     BW = "BW"
-
-
-_NUMBERS = {kind: number for number, kind in enumerate(Kind)}
 
 
 class Op(NamedTuple):
@@ -99,24 +96,25 @@ class Schedule:
     @cached_property
     def graph(self) -> Graph:
         """What waits for what."""
+        from dynmo.schedule.graph import make_graph  # numba takes a while to import
+
         ahead = self.ranks if self.credits is None else self.credits
         return make_graph(self.stage_ranks, self.first_trainable, ahead)
 
     @cached_property
     def waits(self) -> tuple[list[tuple[int, int, int]], ...]:
         """The graph's columns by lane, without the empty places, for loops in Python."""
-        columns = np.stack(self.graph, axis=-1).tolist()
-        return tuple([tuple(wait) for wait in lane if wait[0] >= 0] for lane in columns)
+        lanes = zip(*(column.tolist() for column in self.graph), strict=True)
+        return tuple([w for w in zip(*lane, strict=True) if w[0] >= 0] for lane in lanes)
 
     @cached_property
     def order(self) -> Order:
         """The ops as numbers, for compiled loops."""
-        ranks = [[(_NUMBERS[op.kind], op.stage, op.microbatch) for op in row] for row in self.ops]
-        return make_order(ranks, self.stages, self.graph)
+        from dynmo.schedule.graph import make_order
 
-    def backward(self, stage: int, microbatch: int) -> Op:
-        """Return the op that produces the input gradient of `stage`: its B, or its BW."""
-        return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
+        numbers = {kind: number for number, kind in enumerate(Kind)}
+        ranks = [[(numbers[kind], stage, j) for kind, stage, j in row] for row in self.ops]
+        return make_order(ranks, self.stages, self.graph)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.stage_ranks) if r == rank)
@@ -131,13 +129,12 @@ class Schedule:
 
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
     """List the ops that must have ended before `op` may start, as `graph.make_graph` says."""
-    n = schedule.stages
-    for before, lag, boundary in schedule.waits[_NUMBERS[op.kind] * n + op.stage]:
-        if op.microbatch >= lag:
-            kind, stage = divmod(before, n)
-            j = op.microbatch - lag
-            needed = schedule.backward(stage, j) if kind == B else Op(Kind.F, stage, j)
-            yield Dependency(needed, None if boundary < 0 else boundary)
+    kinds, n = tuple(Kind), schedule.stages
+    for before, lag, boundary in schedule.waits[kinds.index(op.kind) * n + op.stage]:
+        kind, stage, j = kinds[before // n], before % n, op.microbatch - lag
+        if j >= 0:
+            kind = Kind.BW if kind is Kind.B and (stage, j) in schedule.fused else kind
+            yield Dependency(Op(kind, stage, j), None if boundary < 0 else boundary)
 
 
 def validate(schedule: Schedule) -> None:

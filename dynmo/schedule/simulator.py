@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.graph import Floats, delays, run_clocks
 from dynmo.schedule.op import Kind, Op, Schedule, check_order
+
+if TYPE_CHECKING:
+    from dynmo.schedule.graph import Floats
 
 
 class Span(NamedTuple):
@@ -117,6 +119,8 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
         ScheduleError: The costs are for another number of stages, or the schedule can never
             finish.
     """
+    from dynmo.schedule.graph import delays, run_clocks  # numba takes a while to import
+
     if len(costs.stages) != schedule.stages:
         raise ScheduleError(
             f"{schedule.name} has {schedule.stages} stages, but costs are given for "

@@ -4,14 +4,14 @@ import pytest
 
 from benchmarks.noise import CALM, Disturbance, Replay
 from dynmo.cost.layer_cost import Costs, StageCost, split_costs, uniform_costs
-from dynmo.schedule.catalogue import make_by_hand, stage_ranks_of
+from dynmo.schedule.catalogue import make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 
 
 def replay(name: str, node: int = 2, chunks: int = 1) -> tuple[Replay, float]:
     placement = stage_ranks_of(name, 4, chunks)
     costs = split_costs(uniform_costs(4, 3, 4, 2, 0.5), placement)
-    schedule = make_by_hand(name, 4, 8, chunks=chunks)
+    schedule = make(name, 4, 8, chunks=chunks)
     return Replay(schedule, costs, node), simulate(schedule, costs).span
 
 
@@ -42,5 +42,5 @@ def test_a_busy_receiver_works_longer_instead_of_waiting_for_a_link():
     plain, _ = replay("zb-h1")
     stages = [StageCost(3 + 0.5 * (r > 0), 4 + 0.5 * (r < 3), 2) for r in range(4)]
     costs = Costs(tuple(stages), (0.0,) * 3)
-    span = simulate(make_by_hand("zb-h1", 4, 8), costs).span
+    span = simulate(make("zb-h1", 4, 8), costs).span
     assert plain.span(Disturbance(busy=True)) == pytest.approx(span)

@@ -14,8 +14,7 @@ import typer
 from dynmo import __version__
 from dynmo.cli import main
 from dynmo.errors import RunError
-from dynmo.schedule import generators
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule import catalogue
 from tests.cli.runs import Run, assert_refused
 
 SCHEDULE = ("schedule", "--schedule", "zb-h1", "--ranks", "4", "--microbatches")
@@ -60,8 +59,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def break_schedules(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    make_by_hand.cache_clear()
-    monkeypatch.setitem(generators.GENERATORS, "zb-h1", raising(error))
+    catalogue._by_hand.cache_clear()
+    monkeypatch.setitem(catalogue.SCHEDULES, "zb-h1", catalogue._Entry(raising(error)))
 
 
 @pytest.mark.parametrize(

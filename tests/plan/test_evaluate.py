@@ -28,8 +28,7 @@ from dynmo.plan.evaluate import (
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Choice
 from dynmo.plan.recompute import with_recompute
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
+from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.memory import bare, rank_memory, static_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, resident, simulate

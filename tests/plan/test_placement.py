@@ -30,13 +30,13 @@ from dynmo.plan.placement import (
     place,
 )
 from dynmo.plan.problem import Choice, Mesh, Problem
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.generators import GENERATORS
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
 from tests.combinations import mostly_matrix
 from tests.plan.asked import ask
+from tests.schedule.samples import BY_HAND
 
 SPAN, MAKESPAN = Objective.SPAN, Objective.MAKESPAN
 Layers = Sequence[LayerCost]
@@ -110,7 +110,7 @@ def time_of(
 
 @settings(derandomize=True)
 @given(
-    st.sampled_from(sorted(GENERATORS)),
+    st.sampled_from(BY_HAND),
     st.integers(1, 6),
     st.integers(1, 9),
     st.integers(0, 4),

@@ -11,7 +11,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.partition import Partition
 from dynmo.plan.recompute import choose_recomputed, with_recompute
-from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 

@@ -18,11 +18,11 @@ from dynmo.plan.schedule_aware import (
 )
 from dynmo.plan.stage_costs import by_name, freeze, frozen_stages, pipeline_costs
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.generators import GENERATORS
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import resident, simulate
 from tests.combinations import mostly_matrix
+from tests.schedule.samples import BY_HAND
 
 SPAN, MAKESPAN = Objective.SPAN, Objective.MAKESPAN
 
@@ -49,7 +49,7 @@ def time_of(
 
 @settings(derandomize=True)
 @given(
-    st.sampled_from(sorted(GENERATORS)),
+    st.sampled_from(BY_HAND),
     st.integers(1, 6),
     st.integers(1, 9),
     st.integers(0, 4),

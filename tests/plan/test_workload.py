@@ -14,9 +14,8 @@ from dynmo.plan.partition import Partition
 from dynmo.plan.stage_costs import frozen_stages, pipeline_costs
 from dynmo.plan.trigger import worth_moving
 from dynmo.plan.workload import LayerSection, Moment, Policy, StepTime, Workload, replay
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import SCHEDULES, SHAPES
+from dynmo.schedule.catalogue import SCHEDULES, SHAPES, make
 from dynmo.schedule.simulator import simulate
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES

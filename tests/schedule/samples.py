@@ -33,6 +33,10 @@ PUBLISHED = [
 """The published cases as parameters of a test. The large ones are marked `matrix`."""
 
 
+BY_HAND = ("1f1b", "gpipe", "zb-h1", "zb-h2")
+"""Schedules of one stage a rank that costs do not shape."""
+
+
 def times_of(row: dict[str, Any]) -> list[float]:
     """F, B, W and a message in milliseconds, and the share of the memory that W holds."""
     return [row[key] for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms", "w_memory_share")]

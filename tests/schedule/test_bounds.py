@@ -13,12 +13,11 @@ from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.catalogue import make_by_hand
-from dynmo.schedule.generators import GENERATORS
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import simulate
 from tests.combinations import mostly_matrix
-from tests.schedule.samples import schedules, stage, whole_costs
+from tests.schedule.samples import BY_HAND, schedules, stage, whole_costs
 
 
 @given(schedules(several=False), st.sampled_from(Objective), st.data())
@@ -34,7 +33,7 @@ def test_no_schedule_is_below_the_bound(
 
 
 @given(
-    st.sampled_from(sorted(GENERATORS)),
+    st.sampled_from(BY_HAND),
     st.integers(1, 6),
     st.integers(1, 15),
     st.sampled_from(Objective),
@@ -44,14 +43,14 @@ def test_no_published_schedule_is_below_the_bound(
     name: str, p: int, m: int, objective: Objective, data: st.DataObject
 ) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
-    timeline = simulate(make_by_hand(name, p, m, first_trainable), costs)
+    timeline = simulate(make(name, p, m, first_trainable=first_trainable), costs)
     assert lower_bound(costs, m, first_trainable, objective) <= timeline.length(objective)
 
 
 @given(st.integers(1, 6), st.data())
 def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
-    timeline = simulate(make_by_hand("zb-h1", p, 1, first_trainable), costs)
+    timeline = simulate(make("zb-h1", p, 1, first_trainable=first_trainable), costs)
     assert lower_bound(costs, 1, first_trainable, Objective.MAKESPAN) == timeline.makespan
     if first_trainable == 0:
         assert lower_bound(costs, 1) == timeline.span
@@ -61,7 +60,7 @@ def test_bound_is_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
 def test_bound_is_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, p))
     costs = uniform_costs(p, 1, 1, 1)
-    span = simulate(make_by_hand("zb-h1", p, m), costs).span
+    span = simulate(make("zb-h1", p, m), costs).span
     assert lower_bound(costs, m) == (m + p - 1) * 2 + 1 == span
 
 
@@ -101,7 +100,7 @@ def test_bound_under_memory_caps_matches_a_hand_computation() -> None:
     assert lower_bound(costs, 4, caps=[1, 9]) == 4 * (4 + 1)
     # ZB-1p: rank 0 waits (p - 1) B for its first B and (p - 1) (F - W) for its last one.
     costs = uniform_costs(4, 3, 4, 2)
-    span = simulate(make_by_hand("zb-h1", 4, 12), costs).span
+    span = simulate(make("zb-h1", 4, 12), costs).span
     assert lower_bound(costs, 12, caps=[4] * 4) == 12 * 9 + 3 * (3 + 4 - 2) == span
     assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
     # A second F leaves no room for the first B if B adds what W takes away.

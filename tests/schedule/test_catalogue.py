@@ -8,13 +8,13 @@ import pytest
 
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import (
     AUTO,
     SCHEDULES,
     ScheduleName,
     check_microbatches,
     chunks_of,
+    make,
     stage_ranks_of,
 )
 from dynmo.schedule.op import validate

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from dynmo.schedule.catalogue import SCHEDULES, chunks_of, make
 from dynmo.schedule.fold import fold
 from dynmo.schedule.lowering import Compute, fuse, lower
 from dynmo.schedule.op import Op, dependencies, from_text, to_text, validate

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Dependency, Kind, Op, Schedule, check_order, dependencies, from_text
 from tests.schedule.samples import schedules
 
@@ -63,7 +63,7 @@ def test_every_row_stands_behind_the_ops_that_it_waits_for(
 
 
 def test_order_counts_the_ops_of_1f1b() -> None:
-    order = make_by_hand("1f1b", 2, 2).order
+    order = make("1f1b", 2, 2).order
     assert order.counts.tolist() == [2, 2, 0, 0, 0, 0, 2, 2]
 
 
@@ -84,6 +84,6 @@ def test_order_lacks_ops_that_never_run(rows: str) -> None:
 @pytest.mark.parametrize("change", [{"stage_ranks": (0,)}, {"credits": -1}])
 def test_order_of_numbers_out_of_range_is_refused(change: dict[str, Any]) -> None:
     """The compiled loops would read what is not theirs."""
-    schedule = replace(make_by_hand("1f1b", 2, 2, first_trainable=1), **change)
+    schedule = replace(make("1f1b", 2, 2, first_trainable=1), **change)
     with pytest.raises(ScheduleError, match="an op is outside"):
         _ = schedule.order

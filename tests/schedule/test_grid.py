@@ -8,18 +8,16 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import InputError
-from dynmo.schedule.catalogue import make_by_hand
-from dynmo.schedule.generators import GENERATORS
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
-from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import schedules, whole_costs, with_time
+from tests.schedule.samples import BY_HAND, schedules, whole_costs, with_time
 
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
     given = uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))
-    return draw(simulate(make_by_hand(name, p, m), given), width)
+    return draw(simulate(make(name, p, m), given), width)
 
 
 def cells(text: str, ranks: int) -> list[str]:
@@ -41,7 +39,7 @@ def test_grid_of_zb_h1() -> None:
 def test_costs_and_links_are_to_scale() -> None:
     costs = Costs((StageCost(1, 2, 3), StageCost(2, 2, 1)), (1,))
     # F0 1 | link 1 | F0 2, B0 2, W0 1 | link 1 after B0 | B0 2, W0 3
-    assert cells(draw(simulate(make_by_hand("zb-h1", 2, 1), costs), 64), 2) == [
+    assert cells(draw(simulate(make("zb-h1", 2, 1), costs), 64), 2) == [
         "F0   ..............................B0        W0             ",
         "..........F0        B0        W0   .........................",
     ]
@@ -93,14 +91,14 @@ def test_a_rank_of_several_stages_names_them_or_writes_the_upper_one_small() -> 
 
 
 def test_small_letters_mark_every_other_stage() -> None:
-    timeline = simulate(interleaved(2, 8, 2), uniform_costs(4, 1, 1, 1))
+    timeline = simulate(make("interleaved-1f1b", 2, 8, chunks=2), uniform_costs(4, 1, 1, 1))
     assert cells(draw(timeline, 56), 2) == [
         "FFffF.x Fx fX fX Fx Fx fX fX Fx Fx fX fX .x .x X X ",
         ".FFfx fx FX FX fx fx FX FX fx fx FX FX fx fx X X ..",
     ]
     legend = draw(timeline, 56).replace("\n", " ")
     assert "X a narrow BW, small letters the upper of a rank's stages" in legend
-    three = draw(simulate(interleaved(2, 4, 3), uniform_costs(6, 1, 1, 1)), 60)
+    three = draw(simulate(make("interleaved-1f1b", 2, 4, chunks=3), uniform_costs(6, 1, 1, 1)), 60)
     assert "small letters a rank's second, fourth, .. stage" in three.replace("\n", " ")
 
 
@@ -126,9 +124,9 @@ def test_grid_is_no_wider_than_requested(
 
 
 @settings(max_examples=settings().max_examples // 2)
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
+@given(st.sampled_from(BY_HAND), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_every_op_is_drawn_at_its_time(name: str, p: int, m: int, data: st.DataObject) -> None:
-    schedule = make_by_hand(name, p, m)
+    schedule = make(name, p, m)
     timeline = simulate(schedule, with_time(data.draw(whole_costs(p))))
     # 12 columns for each unit of time, and every time is whole: nothing is rounded.
     scale = 12

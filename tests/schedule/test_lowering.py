@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, make_by_hand
-from dynmo.schedule.generators import GENERATORS, zb_h1
+from dynmo.schedule.catalogue import SCHEDULES, make
 from dynmo.schedule.lowering import (
     Begun,
     Channel,
@@ -32,11 +30,9 @@ from dynmo.schedule.lowering import (
     routes,
 )
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
-from tests.schedule.samples import apart, schedules
+from tests.schedule.samples import BY_HAND, apart, schedules
 
-CASES = [
-    (name, p, m, f) for name, p, m in product(GENERATORS, (1, 2, 4), (1, 3, 8)) for f in range(p)
-]
+CASES = [(name, p, m, f) for name, p, m in product(BY_HAND, (1, 2, 4), (1, 3, 8)) for f in range(p)]
 
 VSHAPE = """# by-hand  ranks=2 microbatches=2 placement=0,1,1,0
 0 | 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0W0 3W0 0B1 0W1 3W1
@@ -116,9 +112,9 @@ def messages(programs: tuple[Program, ...]) -> dict[Channel, tuple[list[int], li
 
 def test_programs_match_the_example_in_the_docstring() -> None:
     """Also with verdicts, where F1 is on its way to rank 1 at its verdict."""
-    drawn = [draw(program) for program in lower(zb_h1(2, 2))]
+    drawn = [draw(program) for program in lower(make("zb-h1", 2, 2))]
     assert drawn == ["F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1", "<F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1"]
-    programs = lower(zb_h1(2, 2), post_validation=True)
+    programs = lower(make("zb-h1", 2, 2), post_validation=True)
     assert draw(programs[0]) == "F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1"
     assert draw(programs[1]) == "<F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1"
     assert cut(programs[1])[1] == Verdict((Begun(DOWN, 2, 1),))
@@ -126,7 +122,7 @@ def test_programs_match_the_example_in_the_docstring() -> None:
 
 @pytest.mark.parametrize(("name", "p", "m", "frozen"), CASES)
 def test_every_message_is_sent_and_taken_in_order(name: str, p: int, m: int, frozen: int) -> None:
-    programs = lower(make_by_hand(name, p, m, frozen))
+    programs = lower(make(name, p, m, first_trainable=frozen))
     by_channel = messages(programs)
     activations = {Channel(b, Direction.ACTIVATION, b, b + 1) for b in range(p - 1)}
     # A frozen prefix of stages 0 .. frozen - 1: no gradient ever crosses into it.
@@ -134,7 +130,7 @@ def test_every_message_is_sent_and_taken_in_order(name: str, p: int, m: int, fro
     assert set(by_channel) == activations | gradients
     assert all(sent == got == list(range(m)) for sent, got in by_channel.values())
     assert {c for program in programs for c in program.depth} == set(by_channel)
-    play(make_by_hand(name, p, m, frozen), programs)
+    play(make(name, p, m, first_trainable=frozen), programs)
 
 
 @given(schedules())
@@ -184,7 +180,7 @@ def test_forward_only_programs_have_no_backward() -> None:
 
 def test_channel_depths_follow_credits_and_order() -> None:
     """Only the order of the schedule limits a trainable stage."""
-    schedule = make_by_hand("1f1b", 4, 9, 2)
+    schedule = make("1f1b", 4, 9, first_trainable=2)
     depth = lower(schedule)[1].depth
     assert depth == {Channel(b, Direction.ACTIVATION, b, b + 1): 4 for b in (0, 1)}
     assert set(lower(schedule)[3].depth.values()) == {9}
@@ -283,7 +279,7 @@ def test_verdicts_come_as_late_as_possible(name: str, p: int) -> None:
 
 def test_forward_only_rank_runs_ahead_by_its_credits() -> None:
     """Rank 0 is frozen and has four credits. Rank 1 takes three messages before its verdict."""
-    head, _, tail = cut(lower(make_by_hand("1f1b", 4, 12, 1), post_validation=True)[0])
+    head, _, tail = cut(lower(make("1f1b", 4, 12, first_trainable=1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
     assert isinstance(tail[0], Send)
 
@@ -296,7 +292,7 @@ def test_verdict_routes_follow_the_placement() -> None:
 
 def test_wrong_number_of_discarded_messages_is_detected() -> None:
     """With one too few a rank would take an old message, with one too many wait for ever."""
-    programs = lower(zb_h1(2, 2), post_validation=True)
+    programs = lower(make("zb-h1", 2, 2), post_validation=True)
     check_again(programs)
     for sent, message in (
         (1, r"message 1 on the activations .* comes where microbatch 0 is waited for"),

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import (
     Dependency,
     Kind,
@@ -32,7 +32,7 @@ def needs(schedule: Schedule, op: Op) -> list[Dependency]:
 
 
 def test_dependencies_of_a_split_backward() -> None:
-    s = make_by_hand("zb-h1", 3, 4)
+    s = make("zb-h1", 3, 4)
     assert needs(s, Op(F, 0, 2)) == []
     assert needs(s, Op(F, 1, 2)) == [(Op(F, 0, 2), 0)]
     assert needs(s, Op(B, 1, 2)) == [(Op(F, 1, 2), None), (Op(B, 2, 2), 1)]
@@ -41,7 +41,7 @@ def test_dependencies_of_a_split_backward() -> None:
 
 
 def test_dependencies_of_a_fused_backward() -> None:
-    s = make_by_hand("1f1b", 3, 4)
+    s = make("1f1b", 3, 4)
     assert needs(s, Op(BW, 1, 2)) == [(Op(F, 1, 2), None), (Op(BW, 2, 2), 1)]
     s = from_text("# mixed  ranks=2 microbatches=1 placement=0,1\n0 | F0 B0 W0\n1 | F0 BW0\n")
     validate(s)
@@ -49,7 +49,7 @@ def test_dependencies_of_a_fused_backward() -> None:
 
 
 def test_credits_limit_how_far_forward_only_stages_run_ahead() -> None:
-    s = make_by_hand("1f1b", 3, 9, first_trainable=1)
+    s = make("1f1b", 3, 9, first_trainable=1)
     assert needs(s, Op(F, 0, 2)) == []
     assert needs(s, Op(F, 0, 7)) == [(Op(F, 1, 4), 0)]  # as many ahead as there are ranks
     assert needs(replace(s, credits=1), Op(F, 0, 7)) == [(Op(F, 1, 6), 0)]
@@ -57,7 +57,7 @@ def test_credits_limit_how_far_forward_only_stages_run_ahead() -> None:
 
 
 def test_text_matches_the_example_in_the_docstring() -> None:
-    assert to_text(make_by_hand("zb-h1", 3, 4)) == (
+    assert to_text(make("zb-h1", 3, 4)) == (
         "# zb-h1  ranks=3 microbatches=4 placement=0,1,2\n"
         "0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3\n"
         "1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3\n"
@@ -133,7 +133,7 @@ def test_spoiled_row_is_refused(
 
 
 def test_op_on_the_wrong_rank_is_refused() -> None:
-    schedule = make_by_hand("1f1b", 2, 2)
+    schedule = make("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="not placed there"):
         validate(replace(schedule, ops=schedule.ops[::-1]))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind, Op, Schedule, from_text
 from dynmo.schedule.simulator import Timeline, peak_memory, resident, simulate
 from tests.schedule.samples import schedules, whole_costs, with_time
@@ -42,7 +42,7 @@ def test_timeline_matches_a_hand_computed_example() -> None:
 
 
 def test_a_frozen_prefix_waits_for_its_credits() -> None:
-    schedule = replace(make_by_hand("1f1b", 2, 4, first_trainable=1), credits=2)
+    schedule = replace(make("1f1b", 2, 4, first_trainable=1), credits=2)
     timeline = simulate(schedule, Costs((StageCost(1, 0, 0), StageCost(2, 2, 2)), (0,)))
     # F2 on rank 0 waits until F0 on rank 1 has ended at 3, F3 until F1 there has.
     assert [span.start for span in timeline.ranks[0]] == [0, 1, 3, 9]
@@ -124,18 +124,18 @@ def test_times_scale_with_the_costs(schedule: Schedule, factor: float, data: st.
 
 
 def test_zero_costs_give_zero_ratios() -> None:
-    timeline = simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
+    timeline = simulate(make("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
     assert timeline.span == timeline.bubble_ratio == 0
     assert timeline.makespan_bubble_ratio == timeline.idle_ratio == 0
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match="zb-h1 has 3 stages"):
-        simulate(make_by_hand("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
+        simulate(make("zb-h1", 3, 4), uniform_costs(2, 1, 1, 1))
 
 
 def test_makespan_starts_with_the_first_op() -> None:
-    schedule = make_by_hand("gpipe", 2, 1)
+    schedule = make("gpipe", 2, 1)
     timeline = Timeline(schedule, ([5.0], [7.0]), ([6.0], [9.0]), (0.0, 0.0))
     assert (timeline.makespan, timeline.span) == (4, 2)
 
@@ -199,8 +199,8 @@ def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
 
 
 def test_resident_pairs_of_published_schedules() -> None:
-    assert resident(make_by_hand("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
-    assert resident(make_by_hand("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
+    assert resident(make("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
+    assert resident(make("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
     # H1 trades a microbatch in flight for one more W that waits, rank by rank.
-    h1 = resident(make_by_hand("zb-h1", 3, 5))
+    h1 = resident(make("zb-h1", 3, 5))
     assert h1 == (((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3)))

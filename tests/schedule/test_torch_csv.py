@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
 from tests.schedule.samples import wander
 
 
 def test_csv_of_small_schedules() -> None:
     assert (
-        to_torch_csv(make_by_hand("zb-h1", 2, 3))
+        to_torch_csv(make("zb-h1", 2, 3))
         == "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
     )
-    assert to_torch_csv(make_by_hand("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert to_torch_csv(make("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 @given(
@@ -69,4 +69,4 @@ def test_wrong_placement_is_refused(placement: list[int], message: str) -> None:
 
 def test_frozen_prefix_cannot_be_written() -> None:
     with pytest.raises(ScheduleError, match="stages below 1"):
-        to_torch_csv(make_by_hand("zb-h1", 3, 4, 1))
+        to_torch_csv(make("zb-h1", 3, 4, first_trainable=1))

@@ -65,9 +65,8 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic import _vshape_loops as core
 from dynmo.schedule.automatic.case import NEVER, Case, make_case, schedule_of
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.generators import check_numbers
+from dynmo.schedule.generators import check_numbers, v_stage_ranks
 from dynmo.schedule.op import Schedule
 
 _Order = NDArray[np.int32]

@@ -25,8 +25,7 @@ from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, S
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import OptimizerSettings
-from dynmo.schedule.automatic.make import make
-from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
+from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix

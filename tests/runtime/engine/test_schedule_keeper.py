@@ -18,7 +18,7 @@ from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import schedule_keeper
 from dynmo.runtime.engine.engine import Engine
-from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident

@@ -15,7 +15,7 @@ from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
-from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.fold import fold
 from dynmo.schedule.lowering import Direction, lower
 from tests.runtime.alone import alone

@@ -17,8 +17,7 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.exact import PROVEN, Exact, exact
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.catalogue import make_by_hand
-from dynmo.schedule.generators import one_f_one_b, zb_h1, zb_h2
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validate
 from dynmo.schedule.simulator import peak_memory, simulate
 from tests.combinations import mostly_matrix
@@ -196,8 +195,8 @@ def test_bound_holds_for_times_without_a_common_unit(p: int, m: int, data: st.Da
     )
     result = solved(costs, m, caps=[p] * p, workers=1)
     tried = [
-        zb_h1(p, m),
-        one_f_one_b(p, m),
+        make("zb-h1", p, m),
+        make("1f1b", p, m),
         wander(range(p), m, 0, data.draw(st.randoms(use_true_random=False))),
     ]
     assert result.proven
@@ -244,17 +243,17 @@ def test_bound_for_few_microbatches_matches_the_formula() -> None:
 
 def test_search_improves_a_start_and_keeps_its_name() -> None:
     costs = published("1.5B", 4)
-    result = solved(costs, 8, caps=[8] * 4, start=zb_h2(4, 8))
+    result = solved(costs, 8, caps=[8] * 4, start=make("zb-h2", 4, 8))
     assert result.schedule.name == "zb-h2"
-    assert length(result.schedule, costs) < 0.98 * length(zb_h2(4, 8), costs)
+    assert length(result.schedule, costs) < 0.98 * length(make("zb-h2", 4, 8), costs)
     # A start that cannot be improved comes back as it is, though its backward is one op.
-    tight = solved(uniform_costs(3, 1, 1, 0), 3, caps=[3] * 3, start=one_f_one_b(3, 3))
+    tight = solved(uniform_costs(3, 1, 1, 0), 3, caps=[3] * 3, start=make("1f1b", 3, 3))
     assert tight.proven
-    assert to_text(tight.schedule) == to_text(one_f_one_b(3, 3))
+    assert to_text(tight.schedule) == to_text(make("1f1b", 3, 3))
 
 
 def test_search_without_proof_ends_in_time() -> None:
-    costs, start = published("6.2B", 8), zb_h2(8, 24)  # it takes many seconds to prove
+    costs, start = published("6.2B", 8), make("zb-h2", 8, 24)  # it takes many seconds to prove
     result = solved(costs, 24, caps=[16] * 8, start=start, seconds=0.1)
     assert not result.proven
     assert result.bound < length(result.schedule, costs) <= length(start, costs)
@@ -262,8 +261,8 @@ def test_search_without_proof_ends_in_time() -> None:
 
 def test_large_case_returns_the_start_without_a_search() -> None:
     costs = published("1.5B", 32)
-    result = solved(costs, 128, start=zb_h1(32, 128), seconds=600)
-    assert (result.schedule, result.proven) == (zb_h1(32, 128), False)
+    result = solved(costs, 128, start=make("zb-h1", 32, 128), seconds=600)
+    assert (result.schedule, result.proven) == (make("zb-h1", 32, 128), False)
     assert result.bound == lower_bound(costs, 128)
     assert solved(uniform_costs(2, 0, 0, 0), 3).bound == 0
 
@@ -290,10 +289,13 @@ def test_caps_of_one_microbatch_can_be_met() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"start": zb_h1(4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks"),
-        ({"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]}, "rank 1, over its cap of nan"),
-        ({"start": zb_h2(4, 6), "caps": [4] * 4}, "rank 0, over its cap of 4"),
-        ({"start": make_by_hand("zb-h1", 3, 6)}, "3 stages"),
+        ({"start": make("zb-h1", 4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks"),
+        (
+            {"start": make("zb-h1", 4, 6), "caps": [4, float("nan"), 4, 4]},
+            "rank 1, over its cap of nan",
+        ),
+        ({"start": make("zb-h2", 4, 6), "caps": [4] * 4}, "rank 0, over its cap of 4"),
+        ({"start": make("zb-h1", 3, 6)}, "3 stages"),
         (
             {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
             "(0, 0, 1, 1)",
@@ -309,7 +311,7 @@ def test_bad_input_is_refused(given: dict, message: str) -> None:
 def test_missing_solver_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ScheduleError, match="pip install ortools"):
-        solved(published("1.5B", 4), 8, caps=[8] * 4, start=zb_h2(4, 8))
+        solved(published("1.5B", 4), 8, caps=[8] * 4, start=make("zb-h2", 4, 8))
 
 
 def test_warm_up_holds_no_more_microbatches_than_needed() -> None:

@@ -11,8 +11,8 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import v_stage_ranks
 from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import from_text, to_text, validate
 from dynmo.schedule.simulator import simulate

@@ -21,7 +21,7 @@ from dynmo.schedule.automatic._zero_bubble_loops import polish, search
 from dynmo.schedule.automatic.case import make_case
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.catalogue import make_by_hand
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, TABLE_5, fits, stage, times_of
@@ -36,7 +36,7 @@ def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
     # started.
     costs = uniform_costs(3, 1, 1, 1)
     tight, wide = automatic(costs, 6, caps=[3] * 3), automatic(costs, 6, caps=[6] * 3)
-    assert simulate(tight, costs).span == simulate(make_by_hand("zb-h1", 3, 6), costs).span == 20
+    assert simulate(tight, costs).span == simulate(make("zb-h1", 3, 6), costs).span == 20
     assert simulate(wide, costs).span == 18
     assert (
         to_text(automatic(costs, 3, caps=[3] * 3))
@@ -131,7 +131,7 @@ def test_schedule_is_valid_and_within_caps(
     # one does.)
     hides = any(cost.mem_b > 0 for cost in costs.stages)
     for name in ("1f1b", "zb-h1", "zb-h2")[hides:]:
-        by_hand = make_by_hand(name, len(costs.stages), m, first)
+        by_hand = make(name, len(costs.stages), m, first_trainable=first)
         if fits(by_hand, costs, caps):
             assert time <= simulate(by_hand, costs).length(objective) * (1 + 1e-9)
 
