@@ -41,7 +41,7 @@ def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
     assert options.gpus is not None
     assert options.global_batch is not None
     work = Work(options.objective, chunks=options.chunks, zero=options.zero or 0)
-    limit, bandwidth = options.memory_limit_bytes(), _bandwidth(options.bandwidth, profile)
+    limit, bandwidth = options.memory_limits(), _bandwidth(options.bandwidth, profile)
     problem = Problem(profile, work, limit, bandwidth=bandwidth)
     return problem, Allowed(
         options.gpus,
@@ -49,7 +49,7 @@ def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
         _sizes(options.micro_batch),
         _schedules(options.schedule),
         balancer=options.balancer or "exact",
-        recompute=options.recompute_mode(),
+        recompute=options.recompute,
     )
 
 

@@ -44,7 +44,6 @@ def plan(options: PlanOptions) -> None:
     from dynmo.cost.profile_file import read
 
     import_from_working_folder()
-    options.check_values()
     costs, tolerance = options.costs_path(), options.fewest_ranks
     if tolerance is not None:
         fewest.check_tolerance(tolerance)
@@ -68,11 +67,11 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     from dynmo.plan.problem import Allowed, Problem, Work
 
     ranks, microbatches = options.pipeline(profile)
-    work = Work(options.objective, chunks=options.chunks, cost=options.balanced_cost())
+    work = Work(options.objective, chunks=options.chunks, cost=options.cost)
     limits, speeds = options.memory_limits(ranks), options.rank_speeds(ranks)
     problem = Problem(profile, work, limits, speeds)
     mesh = problem.mesh(ranks, microbatches, options.schedule_of(profile))
-    balancer, recompute = options.balancer or "exact", options.recompute_mode()
+    balancer, recompute = options.balancer or "exact", options.recompute
     allowed = Allowed(ranks, mesh.global_batch, balancer=balancer, recompute=recompute)
     began, shapes = time.perf_counter(), list["Alternative"]()
     if mesh.schedule == AUTO:

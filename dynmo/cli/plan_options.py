@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,7 +18,6 @@ from dynmo.schedule.catalogue import SCHEDULES
 
 if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
-    from dynmo.plan.plan_request import Cost, RecomputeMode
     from dynmo.schedule.memory import Limit
 
 
@@ -33,19 +33,22 @@ class PlanOptions:
         ),
     ] = None
     ranks: Annotated[
-        int | None, typer.Option(metavar="P", help="Pipeline ranks (default: FILE's).")
+        int | None, typer.Option(min=1, metavar="P", help="Pipeline ranks (default: FILE's).")
     ] = None
     microbatches: Annotated[
-        int | None, typer.Option(metavar="M", help="Microbatches of a step (default: FILE's).")
+        int | None,
+        typer.Option(min=1, metavar="M", help="Microbatches of a step (default: FILE's)."),
     ] = None
     gpus: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Instead: search pipeline x replicas on N GPUs (with --global-batch)."
+            min=1,
+            metavar="N",
+            help="Instead: search pipeline x replicas on N GPUs (with --global-batch).",
         ),
     ] = None
     global_batch: Annotated[
-        int | None, typer.Option(metavar="B", help="Sequences of a step, over all replicas.")
+        int | None, typer.Option(min=1, metavar="B", help="Sequences of a step, over all replicas.")
     ] = None
     micro_batch: Annotated[
         str | None,
@@ -55,7 +58,9 @@ class PlanOptions:
     ] = None
     zero: Annotated[
         int | None,
-        typer.Option(metavar="0|1", help="1: optimizer state divided over the replicas."),
+        typer.Option(
+            min=0, max=1, metavar="0|1", help="1: optimizer state divided over the replicas."
+        ),
     ] = None
     bandwidth: Annotated[
         str | None,
@@ -92,7 +97,7 @@ class PlanOptions:
         typer.Option(metavar="S1,S2", help="Speed of each rank (default: all are 1)."),
     ] = None
     recompute: Annotated[
-        str,
+        Literal["none", "auto", "all"],
         typer.Option(
             metavar="WHICH",
             help="Layers that run F again in B to save memory: none, auto (as few as must) or all.",
@@ -103,7 +108,7 @@ class PlanOptions:
         typer.Option(help="Time to keep short: span, or makespan if the optimizer is a barrier."),
     ] = Objective.SPAN
     cost: Annotated[
-        str,
+        Literal["time", "parameters"],
         typer.Option(metavar="COST", help="Cost that the balancer evens out: time or parameters."),
     ] = "time"
     fewest_ranks: Annotated[
@@ -132,12 +137,6 @@ class PlanOptions:
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
 
-    def check_values(self) -> None:
-        """Raises InputError if an option has an unknown value, or `--costs` is missing."""
-        self.balanced_cost()
-        self.costs_path()
-        self.recompute_mode()
-
     def costs_path(self) -> Path:
         """Returns the file or folder of the costs. Raises InputError if it is missing."""
         if self.costs is None:
@@ -146,58 +145,39 @@ class PlanOptions:
             )
         return self.costs
 
-    def balanced_cost(self) -> Cost:
-        """Returns what the balancer goes by. Raises InputError if it is unknown."""
-        if self.cost not in ("time", "parameters"):
-            raise InputError(
-                f"--cost {self.cost}: choose one of time, parameters (a file of costs goes to "
-                "--costs)"
-            )
-        return self.cost
-
-    def recompute_mode(self) -> RecomputeMode:
-        """Returns which layers recompute. Raises InputError if it is unknown."""
-        if self.recompute not in ("none", "auto", "all"):
-            raise InputError(f"--recompute {self.recompute}: choose one of none, auto, all")
-        return self.recompute
-
     def check_combination(self) -> None:
         """Raises InputError if an option lacks another one that it needs, or excludes it."""
-        if self.gpus is None:
-            for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
-                if getattr(self, option) is not None:
-                    raise InputError(
-                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; "
-                        "add --gpus N"
-                    )
-        elif self.global_batch is None:
-            raise InputError(
-                "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
+        for problem in self._problems():
+            raise InputError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        is_mesh, is_fewest = self.gpus is not None, self.fewest_ranks is not None
+        of_pipelines, of_meshes = (
+            [f"--{x.replace('_', '-')}" for x in names if getattr(self, x) is not None]
+            for names in (
+                ("ranks", "microbatches"),
+                ("global_batch", "micro_batch", "zero", "bandwidth"),
             )
-        else:
-            for option in ("ranks", "microbatches"):
-                if getattr(self, option) is not None:
-                    raise InputError(
-                        f"--{option} is what --gpus searches for; leave one of the two out"
-                    )
-        searches = self.gpus is not None or self.fewest_ranks is not None
-        if searches and (self.speeds is not None or "," in (self.memory_limit or "")):
-            given = "--speeds" if self.speeds is not None else "--memory-limit"
-            option = "--fewest-ranks" if self.gpus is None else "--gpus"
-            raise InputError(
-                f"{given} names single ranks, but {option} searches their number; leave one of "
-                "the two out"
-            )
-        if self.cost != "time" and (self.gpus is not None or self.fewest_ranks is not None):
-            option = "--fewest-ranks" if self.gpus is None else "--gpus"
-            raise InputError(
-                f"--cost {self.cost} does not go with {option}, which compares seconds; leave one "
-                "of the two out"
-            )
-        if self.fewest_ranks is not None and self.exports():
-            raise InputError(
+        )
+        if of_meshes and not is_mesh:
+            yield f"{of_meshes[0]} goes with --gpus, which searches the mesh; add --gpus N"
+        if is_mesh and self.global_batch is None:
+            yield "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
+        leave_out = "leave one of the two out"
+        if is_mesh and of_pipelines:
+            yield f"{of_pipelines[0]} is what --gpus searches for; {leave_out}"
+        search = "--gpus" if is_mesh else "--fewest-ranks"
+        each = ["--speeds"] if self.speeds is not None else []
+        each += ["--memory-limit"] if "," in (self.memory_limit or "") else []
+        if each and (is_mesh or is_fewest):
+            yield f"{each[0]} names single ranks, but {search} searches their number; {leave_out}"
+        if self.cost != "time" and (is_mesh or is_fewest):
+            wrong = f"--cost {self.cost} does not go with {search}, which compares seconds"
+            yield f"{wrong}; {leave_out}"
+        if is_fewest and self.exports():
+            yield (
                 f"--{self.exports()[0]} does not go with --fewest-ranks, which makes many plans; "
-                "leave one of the two out"
+                f"{leave_out}"
             )
 
     def exports(self) -> list[str]:
@@ -209,39 +189,37 @@ class PlanOptions:
 
         Both are the profile's, unless they are given.
         """
-        return (
-            _given(self.ranks, profile.ranks, "--ranks"),
-            _given(self.microbatches, profile.microbatches, "--microbatches"),
-        )
+        found = {x: getattr(self, x) or getattr(profile, x) for x in ("ranks", "microbatches")}
+        for option, value in found.items():
+            if value is None:
+                raise InputError(
+                    f"--{option} is missing, and the costs file does not say it either"
+                )
+        return found["ranks"], found["microbatches"]
 
     def schedule_of(self, profile: Profile) -> str:
         """Returns the name of the schedule. It is the profile's, unless it is given."""
         return self.schedule or profile.schedule or "zb-auto"
 
-    def memory_limit_bytes(self) -> int | None:
-        """Returns the memory limit of all ranks in bytes. None means unlimited."""
-        return None if self.memory_limit is None else _size(self.memory_limit)
-
-    def memory_limits(self, ranks: int) -> Limit:
+    def memory_limits(self, ranks: int | None = None) -> Limit:
         """Returns the memory limit of a rank, or of each, in bytes. None means unlimited."""
-        if self.memory_limit is None or "," not in self.memory_limit:
-            return self.memory_limit_bytes()
-        words = self.memory_limit.split(",")
-        _check_count("--memory-limit", self.memory_limit, len(words), ranks)
-        return tuple(map(_size, words))
+        if self.memory_limit is None or ranks is None or "," not in self.memory_limit:
+            return None if self.memory_limit is None else _size(self.memory_limit)
+        return tuple(map(_size, _words("--memory-limit", self.memory_limit, ranks)))
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
         """Returns the speed of each rank. None if all are 1."""
         if self.speeds is None:
             return None
-        words = self.speeds.split(",")
-        _check_count("--speeds", self.speeds, len(words), ranks)
-        return tuple(map(_speed, words))
+        return tuple(map(_speed, _words("--speeds", self.speeds, ranks)))
 
 
-def _check_count(option: str, text: str, count: int, ranks: int) -> None:
-    if count != ranks:
-        raise InputError(f"{option} {text}: {count} numbers for {ranks} ranks; give one per rank")
+def _words(option: str, text: str, ranks: int) -> list[str]:
+    words = text.split(",")
+    if len(words) != ranks:
+        count = f"{len(words)} numbers for {ranks} ranks"
+        raise InputError(f"{option} {text}: {count}; give one per rank")
+    return words
 
 
 def _speed(word: str) -> float:
@@ -264,12 +242,3 @@ def _size(text: str) -> int:
             "--memory-limit 0: a rank needs some memory; leave the option out for no limit"
         )
     return size
-
-
-def _given(value: int | None, recorded: int | None, option: str) -> int:
-    value = recorded if value is None else value
-    if value is None:
-        raise InputError(f"{option} is missing, and the costs file does not say it either")
-    if value < 1:
-        raise InputError(f"{option} {value}: at least 1 is needed")
-    return value
