@@ -205,6 +205,7 @@ def test_own_balancer_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         plan.check_room()
     with pytest.raises(ConfigError, match="return a Partition of all 6 layers on 3 stages"):
         balancer(way)(*now(FROZEN, (2, 2, 2)))
+    assert is_forced("python:benchmarks.baselines.placements:random")
     assert is_forced("uniform")
     assert not is_forced("exact")
 

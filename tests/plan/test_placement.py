@@ -138,6 +138,27 @@ def test_replay_equals_the_simulator(
         assert plan.step == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("zb-v", 2), ("v-half", 2), ("interleaved-1f1b", 3), ("zb-auto", 1)]
+)
+def test_replay_of_another_placements_schedule(
+    name: str, chunks: int, objective: Objective
+) -> None:
+    draw = random.Random(f"{name} {objective}")
+    layers = drawn(draw, 12, frozen=1)
+    known = profile(layers, **chained([LinkCost(0.3, 10.0)]), first_trainable=1)
+    problem, mesh, _ = ask(known, 2, 4, name, speeds=(1.0, 1.5), objective=objective, chunks=chunks)
+    search = searched(problem, mesh)
+    first, other = (uniform(12, 2 * chunks), exact([*[1.0] * 6, *[3.0] * 6], 2 * chunks))
+    plan = evaluate(problem, Choice(mesh, first))
+    search.schedules = {0: plan.schedule}
+    assert search.replay(first.bounds) == pytest.approx(plan.step, rel=1e-12)
+    costs = search.replica.costs(layers, other)
+    expected = simulate(plan.schedule, costs).length(objective)
+    assert search.replay(other.bounds) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "objective"),
     mostly_matrix(
@@ -251,7 +272,7 @@ def test_frozen_prefix_overrides_the_given_costs() -> None:
 def test_search_keeps_each_ranks_memory_limit(name: str) -> None:
     """The bytes are those of the true account, with messages that wait and workspaces.
 
-    A placement that fits is found wherever there is one. It is mostly the fastest.
+    The search is a local one. In these cases it finds a placement that fits wherever there is one.
     """
     draw = random.Random("memory")
     found: list[float] = []
