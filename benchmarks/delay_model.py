@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from benchmarks.cost_traces import Layers, in_halves
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.plan.balance_request import BalanceRequest, balancer
-from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Op, Schedule, in_order

@@ -42,7 +42,8 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.plan.partition import exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -31,7 +31,7 @@ from benchmarks.torch_peer import PEERS, TorchPeer
 from dynmo.kernels import deferral
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.loss import causal_lm_loss
-from dynmo.plan.partition import exact
+from dynmo.plan.bisection import exact
 from dynmo.runtime.comm.world import World
 
 BLOCKS, VOCABULARY = 6, 1024

@@ -25,8 +25,8 @@ from benchmarks.ragged import Step
 from benchmarks.torch_peer import PeerSchedule, TorchPeer
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
-from dynmo.plan.chunks import chunked
-from dynmo.plan.partition import Partition, exact
+from dynmo.plan.bisection import chunked, exact
+from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 
 FUSED = (Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B)

@@ -24,8 +24,9 @@ from dynmo.cost.profile_file import Profile
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.bisection import exact
 from dynmo.plan.make_plan import make_plan
-from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.plan_request import PlanRequest
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

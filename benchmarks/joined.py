@@ -32,9 +32,9 @@ from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.cost.profile_file import Profile
-from dynmo.plan.chunks import chunked, flow_bound
+from dynmo.plan.bisection import chunked, exact, flow_bound
 from dynmo.plan.make_plan import make_plan
-from dynmo.plan.partition import exact, stage_loads, uniform
+from dynmo.plan.partition import stage_loads, uniform
 from dynmo.plan.plan_request import Plan, PlanRequest
 from dynmo.plan.stage_costs import by_name, frozen_stages, pipeline_costs
 from dynmo.plan.stage_plan import one_microbatch, roomy_caps, with_unit_memory

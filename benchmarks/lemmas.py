@@ -22,8 +22,9 @@ from benchmarks.output import markdown
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balance_request import BalanceRequest, balancer
+from dynmo.plan.bisection import exact
 from dynmo.plan.diffusion import diffuse
-from dynmo.plan.partition import Partition, exact, imbalance, stage_loads, uniform
+from dynmo.plan.partition import Partition, imbalance, stage_loads, uniform
 from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.schedule.simulator import simulate
 

@@ -34,9 +34,9 @@ from benchmarks.output import add_number, parser_of, run, show
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balance_request import Balancer, BalanceRequest, balancer
-from dynmo.plan.chunks import chunked
+from dynmo.plan.bisection import chunked, exact
 from dynmo.plan.diffusion import diffuse
-from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.schedule_aware import PlacementProblem, search
 from dynmo.plan.stage_costs import by_name, freeze, pipeline_costs
 from dynmo.schedule.bounds import Objective
@@ -104,7 +104,7 @@ def cold() -> dict[str, float]:
     """Measures a new process with the compiled code cached."""
     code = (
         "import time; a = time.perf_counter(); "
-        "from dynmo.plan.partition import exact; b = time.perf_counter(); "
+        "from dynmo.plan.bisection import exact; b = time.perf_counter(); "
         "exact([1.0 + i % 7 for i in range(96)], 24); print(b - a, time.perf_counter() - b)"
     )
     best = min(

@@ -51,7 +51,8 @@ from dynmo.models.gpt import feed_forward_size
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.plan.partition import exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

@@ -50,9 +50,10 @@ from benchmarks.cost_traces import Layers, best, dense, in_blocks, name_of, time
 from benchmarks.harness import train
 from benchmarks.output import markdown
 from dynmo.cost.profile_file import Profile
+from dynmo.plan.bisection import exact
 from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.mesh_search import MeshRequest
-from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.reshape import reshape
 from dynmo.schedule.bounds import Objective
 

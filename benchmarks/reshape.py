@@ -38,9 +38,10 @@ from benchmarks.cost_traces import (
 )
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.cost.profile_file import Profile
+from dynmo.plan.bisection import exact
 from dynmo.plan.mesh_plan import Mesh, MeshPlan
 from dynmo.plan.mesh_search import MeshRequest, search
-from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.reshape import reshape
 from dynmo.schedule.bounds import Objective
 

@@ -44,7 +44,8 @@ from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save
 from benchmarks.published import table_5
 from benchmarks.traces_emulated import emulated_table
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
-from dynmo.plan.partition import exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import uniform
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.simulator import simulate

@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.cost_traces import CASES, in_halves, name_of, timeline, trace
 from benchmarks.output import markdown
-from dynmo.plan.partition import exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import uniform
 
 ALL_CASES = (*CASES, ("early_exit", 2048), ("mixture_of_depths", 2048), ("moe", 2048))
 BLOCKS, RANKS, FACTORS = (24, 32, 40, 48), (8, 16, 24), (2, 4)

@@ -37,7 +37,8 @@ from dynmo.config import Config, parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.case_registry import make_cases
-from dynmo.plan.partition import Partition, exact, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions

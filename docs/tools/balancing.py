@@ -12,9 +12,9 @@ from unittest.mock import patch
 from benchmarks.lemmas import bound
 from benchmarks.output import PICTURES, pyplot, save_picture
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.plan.chains import Problem
+from dynmo.plan.bisection import Chain, exact
 from dynmo.plan.diffusion import diffuse
-from dynmo.plan.partition import Partition, exact
+from dynmo.plan.partition import Partition
 from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.plan.trigger import worth_moving
 from dynmo.schedule.op import Kind
@@ -33,18 +33,18 @@ STEP, MOVE, MARGIN, HYSTERESIS = 1.0, 2.0, 1.0, 0.02
 
 def partition(path: Path) -> None:
     """Draws the prefix sums with their cuts, and the bottlenecks that were tried."""
-    problem = Problem(WEIGHTS, RANKS)
-    probe, tried = problem.probe, list[tuple[float, bool]]()
+    chain = Chain(WEIGHTS, RANKS)
+    probe, tried = chain.probe, list[tuple[float, bool]]()
 
     def watched(bottleneck: float) -> tuple[bool, float]:
         feasible, value = probe(bottleneck)
         tried.append((bottleneck, feasible))
         return feasible, value
 
-    with patch.object(problem, "probe", watched):
-        least = problem.least_bottleneck()
+    with patch.object(chain, "probe", watched):
+        least = chain.least()
     bounds = exact(WEIGHTS, RANKS).bounds
-    sums = problem.sums.tolist()
+    sums = chain.sums.tolist()
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
     left.step(range(len(sums)), sums, where="post", color=GREY)
     for stage, (start, stop) in enumerate(pairwise(bounds)):

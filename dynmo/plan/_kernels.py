@@ -1,27 +1,21 @@
-"""Compiled inner loops of `partition.exact`: loads, times and memory of stages.
+"""Compiled inner loops of `bisection`: loads, times and memory of stages.
 
 Loads are int64 below 2^53. A stage's time is the float load / speed + time of sending. Bytes are
 int64. The caller checks that they fit.
 
-Windows: stage s may start at low[s] .. high[s]. `offset[s]` is where its states begin in the flat
-tables.
-
-These arguments are the same everywhere:
-
-    sums     prefix sums of the weights
-    speeds   one per stage
-    sends    times of sending: [stage, size sent]
-    classes  for each stop, the index of the size sent (the second axis of `sends`)
-    times    sums, speeds, sends and classes
-    memory   what the stages hold, four arrays:
+    chain    contiguous stages, one per rank:
+        sums     prefix sums of the weights
+        speeds   one per stage
+        sends    times of sending: [stage, stop]; one column: nothing is sent
+        memory
+    memory   what the stages hold:
         held     prefix sums of static, activation and stash bytes: [3, boundary]
         pairs    resident microbatches of all stages, one pair (forward, stashed) per row
         pair_at  where each stage's pairs begin
         caps     bytes of each stage; empty: no limits
 
-A function that runs once for each placement takes `times` and `memory` as tuples. The small
-functions in its loops take single arrays, because Numba counts references for each array that it
-takes from a tuple.
+A function that runs once for each placement takes tuples. The small functions in its loops take
+single arrays, because Numba counts references for each array that it takes from a tuple.
 """
 
 from __future__ import annotations
@@ -33,14 +27,24 @@ from dynmo.jit import jit
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-Times = tuple[Ints, Floats, Floats, Ints]
-"""sums, speeds, sends and classes."""
+Bytes = NDArray[np.uint8]
 
 Memory = tuple[Ints, Ints, Ints, Ints]
 """held, pairs, pair_at and caps."""
 
-FAILED, FOUND, STUCK = 0, 1, 2
+Chain = tuple[Ints, Floats, Floats, Ints, Ints, Ints, Ints]
+"""sums, speeds, sends and `Memory`."""
+
+Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
+"""sums, rank_of, speeds and `Memory`."""
+
+Flow = tuple[int, float, Floats]
+"""How microbatches flow through a V.
+
+microbatches  of a step; 0: the flow is not considered
+stretch       how many times as long a microbatch's way takes as without waiting
+ways          prefix sums of F, B and W, in the unit of the loads: [3, boundary]
+"""
 
 
 @jit()
@@ -64,251 +68,393 @@ def fits(
 
 
 @jit()
-def farthest(sums: Ints, start: int, speed: float, send: float, limit: float, high: int) -> int:
-    """The largest stop for which the layers from `start` on take at most `limit`."""
-    if send > limit:
-        return start
-    step, low = 1, start
-    while low < high:
-        trial = min(high, low + step)
-        if (sums[trial] - sums[start]) / speed + send > limit:
-            high = trial - 1
-            break
-        low = trial
-        step *= 2
-    while low < high:
-        trial = (low + high + 1) // 2
-        if (sums[trial] - sums[start]) / speed + send <= limit:
-            low = trial
-        else:
-            high = trial - 1
-    return low
+def floors(chain: Chain, limit: float, low: Ints) -> float:
+    """Finds the first start of each stage: earlier, it and those behind would have too much.
 
-
-@jit()
-def reach(
-    held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int
-) -> int:
-    """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
-    if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
-        return high
-    low = start
-    high -= 1
-    while low < high:
-        trial = (low + high + 1) // 2
-        if fits(held, pairs, pair_at, caps, stage, start, trial):
-            low = trial
-        else:
-            high = trial - 1
-    return low
-
-
-@jit()
-def greedy(times: Times, memory: Memory, limit: float, bounds: Ints) -> tuple[int, float]:
-    """Fills the stages in order, each as far as possible. All outputs have one size.
-
-    Returns:
-        FOUND, FAILED or STUCK, and the least limit worth trying next. STUCK: a stage cannot hold
-        the very layer that it starts with, so an earlier stage would have to stop short.
+    Sending takes no time here. Returns the least limit for which a start may be earlier.
     """
-    sums, speeds, sends, _ = times
-    held, pairs, pair_at, caps = memory
-    layers, stages = sums.shape[0] - 1, len(speeds)
-    rise = np.inf
-    bounds[0] = 0
-    start = bounds[0]  # after a literal 0, numba would compile all callees a second time
-    for stage in range(stages):
-        last = layers - (stages - 1 - stage)
-        speed, send = speeds[stage], sends[stage, 0]
-        stop = farthest(sums, start, speed, send, limit, last)
-        room = reach(held, pairs, pair_at, caps, stage, start, stop)
-        if room < stop:
-            stop = room
-        elif stop < last and fits(held, pairs, pair_at, caps, stage, start, stop + 1):
-            rise = min(rise, (sums[stop + 1] - sums[start]) / speed + send)
-        if stop <= start:
-            return STUCK, rise
-        bounds[stage + 1] = start = stop
-    return (FOUND if start == layers else FAILED), rise
+    sums, speeds, _, held, pairs, pair_at, caps = chain
+    stages, rise = len(speeds), np.inf
+    low[stages] = len(sums) - 1
+    for stage in range(stages - 1, -1, -1):
+        start = stop = low[stage + 1]
+        while start > stage:
+            time = (sums[stop] - sums[start - 1]) / speeds[stage]
+            if time > limit:
+                rise = min(rise, time)
+                break
+            if not fits(held, pairs, pair_at, caps, stage, start - 1, stop):
+                break
+            start -= 1
+        low[stage] = start
+    return rise
 
 
 @jit()
-def every(
-    times: Times, memory: Memory, limit: float, low: Ints, high: Ints, bounds: Ints
-) -> tuple[int, float]:
-    """Like `greedy`, but tries every stop.
+def reach(chain: Chain, limit: float, low: Ints, reached: Bytes) -> float:
+    """Finds the ends of each stage: reached[s, e] says that s stages can hold the layers before e.
 
-    This is for memory that makes a stage stop short, and for links whose time depends on the stop.
-
-    The layers before stop e weigh and hold the least behind the latest start before e. That start
-    alone therefore decides whether e is reached. Starts before low[s] lead nowhere.
+    The layers before an end weigh and hold the least behind the latest start. That start alone
+    therefore decides. Returns the least limit for which there may be more ends.
     """
-    sums, speeds, sends, classes = times
-    held, pairs, pair_at, caps = memory
-    layers, stages, kinds = sums.shape[0] - 1, len(speeds), sends.shape[1]
-    reached = np.zeros((stages + 1, layers + 1), np.uint8)
+    sums, speeds, sends, held, pairs, pair_at, caps = chain
+    layers, stages, rise = len(sums) - 1, len(speeds), np.inf
     reached[0, 0] = 1
-    blocked = np.zeros(kinds, np.uint8)
-    rise = np.inf
-    for stage in range(stages):  # a stage may start one layer earlier
-        start, stop = low[stage], low[stage + 1]
-        if start > stage and fits(held, pairs, pair_at, caps, stage, start - 1, stop):
-            load = sums[stop] - sums[start - 1]
-            rise = min(rise, load / speeds[stage] + sends[stage].min())
-    first = high[0] = 0
+    first = last = low[0]  # after a literal 0, numba would compile all callees a second time
     for stage in range(stages):
-        start, at, earliest, missing = -1, first, -1, kinds
-        speed, least = speeds[stage], sends[stage].min()
+        start, at, earliest, latest = -1, first, -1, -1
         for stop in range(max(first + 1, low[stage + 1]), layers - (stages - 1 - stage) + 1):
             while at < stop:
                 if reached[stage, at]:
-                    start, missing = at, kinds
-                    blocked[:] = 0
+                    start = at
                 at += 1
-            if not fits(held, pairs, pair_at, caps, stage, start, stop):
-                if start == high[stage]:
-                    break
-                continue
-            d = classes[stop]
-            alone = (sums[stop] - sums[start]) / speed
-            if alone + sends[stage, d] <= limit:
+            time = (sums[stop] - sums[start]) / speeds[stage]
+            full = time > limit or not fits(held, pairs, pair_at, caps, stage, start, stop)
+            if not full and sends.shape[1] > 1:
+                time += sends[stage, stop]
+            if time > limit:
+                rise = min(rise, time)
+            if full and start == last:
+                break
+            if not full and time <= limit:
                 reached[stage + 1, stop] = 1
-                high[stage + 1] = stop
+                latest = stop
                 if earliest < 0:
                     earliest = stop
-            else:
-                if not blocked[d]:
-                    blocked[d] = 1
-                    missing -= 1
-                rise = min(rise, alone + sends[stage, d])
-                if missing == 0 and start == high[stage] and alone + least > limit:
-                    break
         if earliest < 0:
-            return FAILED, rise
-        first = earliest
-    if not reached[stages, layers]:
-        return FAILED, rise
-    # Every stage starts as late as it can, the last stage first.
-    bounds[stages] = layers
-    for stage in range(stages - 1, -1, -1):
-        start = bounds[stage + 1] - 1
-        while not reached[stage, start]:
-            start -= 1
-        bounds[stage] = start
-    return FOUND, rise
+            break
+        first, last = earliest, latest
+    return rise
 
 
 @jit()
-def floors(times: Times, memory: Memory, limit: float, low: Ints) -> None:
-    """Finds the first start of each stage. Earlier, it and those behind would have too much."""
-    sums, speeds, sends, _ = times
-    held, pairs, pair_at, caps = memory
+def nearest(
+    chain: Chain, limit: float, low: Ints, reached: Bytes, wanted: Ints, bounds: Ints
+) -> None:
+    """Finds the placement whose boundaries, the last one first, are nearest to `wanted`."""
+    sums, speeds, sends, held, pairs, pair_at, caps = chain
     stages = len(speeds)
-    low[stages] = sums.shape[0] - 1
-    for stage in range(stages - 1, -1, -1):
-        stop, least = low[stage + 1], sends[stage].min()
-        left, right = stage, stop
-        while left < right:
-            trial = (left + right) // 2
-            if (sums[stop] - sums[trial]) / speeds[stage] + least <= limit and fits(
-                held, pairs, pair_at, caps, stage, trial, stop
-            ):
-                right = trial
-            else:
-                left = trial + 1
-        low[stage] = left
+    bounds[stages] = len(sums) - 1
+    for stage in range(stages - 1, 0, -1):
+        stop, best = bounds[stage + 1], -1
+        send = sends[stage, stop] if sends.shape[1] > 1 else 0.0
+        for start in range(stop - 1, low[stage] - 1, -1):
+            if (sums[stop] - sums[start]) / speeds[stage] + send > limit:
+                break
+            if not fits(held, pairs, pair_at, caps, stage, start, stop):
+                break
+            near = abs(start - wanted[stage]) < abs(best - wanted[stage])
+            if reached[stage, start] and (best < 0 or near):
+                best = start
+        bounds[stage] = best
+    bounds[0] = 0
 
 
 @jit()
-def best_tie(
-    times: Times,
-    memory: Memory,
-    limit: float,
-    windows: tuple[Ints, Ints, Ints],
-    moves: tuple[Ints, Ints],
-    rounded: tuple[Ints, Ints, Ints],
-    bounds: Ints,
-) -> bool:
-    """Finds the best placement within the windows.
+def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an array's assignment
+    for i in range(len(to)):
+        to[i] = of[i]
 
-    Uses dynamic programming over (stage, stop). The best placement has the least (bytes moved,
-    squared times, squared counts), then the least stops. A stage's time is
-    load * slowness / 2^30 + extra.
+
+@jit()
+def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
+    """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
+    scratch[:] = 0
+    for s in range(len(rank_of)):
+        scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
+        if caps.size:
+            scratch[rank_of[s], 1] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
+    largest, squares, over = 0.0, 0.0, 0
+    for r in range(len(speeds)):
+        time = scratch[r, 0] / speeds[r]
+        largest = max(largest, time)
+        squares += time * time
+        if caps.size:
+            over += max(0, scratch[r, 1] - caps[r])
+    return largest, squares, over
+
+
+@jit()
+def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
+    """Moves one layer at a time along the path between two stages, in `bounds`.
+
+    Goes on while (bytes over, largest time, squares) falls.
     """
-    sums, speeds, sends, classes = times
-    held, pairs, pair_at, caps = memory
-    low, high, offset = windows
-    own, sizes = moves
-    loads, extra, slowness = rounded
-    stages, states = len(low) - 1, offset[len(low)]
-    moved = np.zeros(states, np.int64)
-    squares = np.zeros(states, np.int64)
-    counts = np.zeros(states, np.int64)
-    came = np.full(states, -1, np.int64)
-    came[0] = 0
-    kinds = sends.shape[1]
-    stops = np.zeros(kinds, np.int64)
-    for stage in range(stages):
-        last = min(high[stage + 1], sums.shape[0] - 1 - (stages - 1 - stage))
-        for start in range(low[stage], high[stage] + 1):
-            at = offset[stage] + start - low[stage]
-            if came[at] < 0:
-                continue
-            stop = start
-            for d in range(kinds):
-                stops[d] = farthest(sums, start, speeds[stage], sends[stage, d], limit, last)
-                stop = max(stop, stops[d])
-            stop = reach(held, pairs, pair_at, caps, stage, start, stop) if stop > start else start
-            for end in range(max(start + 1, low[stage + 1]), stop + 1):
-                d = classes[end]
-                if end > stops[d]:
+    _, rank_of, speeds, _, _, _, _ = problem
+    stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
+    largest, squares, over = evaluate_bounds(problem, bounds, scratch)
+    trial = bounds.copy()
+    progress = True
+    while progress:
+        progress = False
+        for source in range(stages):
+            for target in range(stages):
+                if source == target or bounds[source + 1] - bounds[source] < 2:
                     continue
-                kept = sizes[min(end, own[stage, 1])] - sizes[max(start, own[stage, 0])]
-                time = ((loads[end] - loads[start]) * slowness[stage] >> 30) + extra[stage, d]
-                new_moved = moved[at] - max(0, kept)
-                new_squares = squares[at] + time * time
-                new_counts = counts[at] + (end - start) * (end - start)
-                to = offset[stage + 1] + end - low[stage + 1]
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                _copy(trial, bounds)
+                for i in range(low + 1, high + 1):
+                    trial[i] += step
+                time, square, bytes_ = evaluate_bounds(problem, trial, scratch)
+                if bytes_ < over or (
+                    bytes_ == over and (time < largest or (time == largest and square < squares))
+                ):
+                    _copy(bounds, trial)
+                    largest, squares, over, progress = time, square, bytes_, True
+    return largest, squares, over
+
+
+@jit()
+def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[float, int]:
+    """Iterated descent: pushes some boundaries by a layer or two, and descends again.
+
+    The pushes come from a generator with a fixed seed. Returns the largest time of a rank, and the
+    bytes over the caps.
+    """
+    stages = len(bounds) - 1
+    best, squares, over = descend(problem, bounds)
+    state = 1
+    for _ in range(kicks):
+        if over == 0 and best <= floor:
+            break
+        trial = bounds.copy()
+        for _ in range(3):
+            state = (state * 1103515245 + 12345) % 2147483648
+            i = 1 + (state >> 8) % max(1, stages - 1)
+            state = (state * 1103515245 + 12345) % 2147483648
+            moved = trial[i] + ((state >> 8) % 5) - 2
+            if i < stages and trial[i - 1] < moved < trial[i + 1]:
+                trial[i] = moved
+        time, square, bytes_ = descend(problem, trial)
+        if bytes_ < over or (
+            bytes_ == over and (time < best or (time == best and square <= squares))
+        ):
+            _copy(bounds, trial)
+            best, squares, over = time, square, bytes_
+    return best, over
+
+
+@jit()
+def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[float, bool]:
+    """Branch and bound: depth first over the stages in order.
+
+    A branch ends if a rank is full, or if the rest weighs as much as the ranks that still come can
+    take. Returns the least time found, and whether everything was seen.
+    """
+    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
+    stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
+    last_of = np.zeros(ranks, np.int64)
+    for s in range(stages):
+        last_of[rank_of[s]] = s
+    load = np.zeros(ranks, np.int64)
+    held_by = np.zeros(ranks, np.int64)
+    stop = np.zeros(stages + 1, np.int64)
+    took = np.zeros(stages, np.int64)
+    took_bytes = np.zeros(stages, np.int64)
+    s = int(stop[0])  # after a literal 0, numba would compile `need` a second time
+    while s >= 0:
+        nodes -= 1
+        if nodes < 0:
+            return best, False
+        r = rank_of[s]
+        load[r] -= took[s]
+        held_by[r] -= took_bytes[s]
+        took[s] = took_bytes[s] = 0
+        stop[s + 1] += 1
+        if s == stages - 1:
+            stop[s + 1] = layers if stop[s + 1] <= layers else layers + 1
+        end = stop[s + 1]
+        weight = sums[min(end, layers)] - sums[stop[s]]
+        if end > layers - (stages - 1 - s) or (load[r] + weight) / speeds[r] >= best:
+            s -= 1
+            continue
+        if caps.size:
+            size = need(held, pairs, pair_at, s, stop[s], end)
+            if held_by[r] + size > caps[r]:
+                s -= 1
+                continue
+            took_bytes[s] = size
+            held_by[r] += size
+        took[s] = weight
+        load[r] += weight
+        if s == stages - 1:
+            largest = (load / speeds).max()
+            if largest < best:
+                best = largest
+                _copy(bounds, stop)
+            continue
+        room = 0.0
+        for q in range(ranks):
+            if last_of[q] > s:
+                room += best * speeds[q] - load[q]
+        if sums[layers] - sums[end] >= room * (1 + 1e-12):
+            continue  # a longer stage leaves less
+        s += 1
+        stop[s + 1] = stop[s]
+    return best, True
+
+
+@jit()
+def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
+    """How long a step must take by the flow, divided by the microbatches.
+
+    A rank holds the layers from x to a and from b to y. It cannot run an op before the first
+    microbatch gets there, nor after the last one must leave: its other ops need the time that
+    remains. The same holds on the clock of rank 0, where each microbatch begins and ends. Rank 0's
+    clock only counts if it begins and ends with all others' F's in between. Speeds of other ranks
+    are taken as 1.
+    """
+    m, stretch, ways = flow
+    f, g, h = ways[0], ways[1], ways[2]
+    n = ways.shape[1] - 1
+    f_low, f_up = f[a] - f[x], f[y] - f[b]
+    b_low, b_up = g[a] - g[x], g[y] - g[b]
+    w_low, w_up = h[a] - h[x], h[y] - h[b]
+    scale = stretch / m
+    # From its first F to the first F and B of the upper stage and to the first B of the lower one.
+    to_f_up = f[b] - f[x]
+    to_b_up = f[n] - f[x] + g[n] - g[y]
+    to_b_low = f[n] - f[x] + g[n] - g[a]
+    time = scale * to_f_up + f_up + b_up + w_up + b_low + w_low
+    if b_up + w_up > 0.0:  # a frozen stage has no B to wait for
+        time = max(time, scale * to_b_up + b_up + w_up + b_low + w_low)
+    if b_low + w_low > 0.0:
+        time = max(time, scale * to_b_low + b_low + w_low)
+    # From the last F of each stage, and from the last B of the upper one, to the rank's last op.
+    if b_low + w_low > 0.0:
+        back = g[n] - g[x] + w_low
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+            f_low + f_up + b_up + scale * (g[b] - g[x] + w_low),
+        )
+    elif b_up + w_up > 0.0:
+        back = g[n] - g[b] + w_up
+        time = max(
+            time,
+            f_low + scale * (f[n] - f[a] + back),
+            f_low + f_up + scale * (f[n] - f[y] + back),
+        )
+    if g[1] + h[1] > 0.0:  # rank 0's last B ends the step
+        time = max(
+            time,
+            f_low + f_up + scale * (f[x] + f[n] - f[y] + g[n] + h[1]),
+            f_low + f_up + b_up + scale * (f[x] + g[b] + h[1]),
+            f_low + f_up + b_up + b_low + scale * (f[x] + g[x] + h[1]),
+            f_up + b_up + b_low + scale * (f[b] + g[x] + h[1]),
+            b_up + b_low + scale * (f[n] + g[n] - g[y] + g[x] + h[1]),
+        )
+    else:
+        last = g[n] - g[n - 1] + h[n] - h[n - 1]
+        time = max(time, f_low + f_up + scale * (f[x] + f[n] - f[y] + last))
+    return time
+
+
+@jit()
+def nested(
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, bounds: Ints
+) -> tuple[bool, float]:
+    """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
+
+    reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
+    Returns (True, the placement's largest time), or (False, the least limit worth trying next).
+    """
+    ranks = reached.shape[0] - 1
+    rise = _reach_inwards(problem, flow, limit, reached)
+    for end in range(reached.shape[1]):
+        if reached[ranks, end, end]:
+            return True, _trace_outwards(problem, flow, limit, reached, end, bounds)
+    return False, rise
+
+
+@jit()
+def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -> float:
+    """Fills in `reached`, the outer rank first. Returns the least limit worth trying next."""
+    sums, _, speeds, held, pairs, pair_at, caps = problem
+    layers, ranks = len(sums) - 1, len(speeds)
+    reached[:] = 0
+    reached[0, 0, layers] = 1
+    rest = speeds.sum()
+    rise = np.inf
+    for r in range(ranks):
+        rest -= speeds[r]
+        left, last = 2 * (ranks - 1 - r), r == ranks - 1
+        for x in range(layers + 1):
+            for y in range(x + 2 + left, layers + 1):
+                if not reached[r, x, y]:
+                    continue
+                for a in range(x + 1, y):
+                    first = sums[a] - sums[x]
+                    if first / speeds[r] > limit:
+                        rise = min(rise, (first + sums[y] - sums[y - 1]) / speeds[r])
+                        break
+                    size = need(held, pairs, pair_at, r, x, a) if caps.size else 0
+                    if caps.size and size > caps[r]:
+                        break
+                    b = a if last else y - 1
+                    while b >= a + left:
+                        time = (first + sums[y] - sums[b]) / speeds[r]
+                        if time > limit:
+                            rise = min(rise, time)
+                            break
+                        if (
+                            caps.size
+                            and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]
+                        ):
+                            break
+                        if flow[0]:
+                            time = flow_time(flow, x, a, b, y) / speeds[r]
+                        # The layers that are left must go into the ranks that are left.
+                        if time > limit:
+                            rise = min(rise, time)
+                        elif last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
+                            reached[r + 1, a, b] = 1
+                        else:
+                            rise = min(rise, (sums[b] - sums[a]) / rest)
+                        b -= 1
+                        if last:
+                            break
+    return rise
+
+
+@jit()
+def _trace_outwards(
+    problem: Problem, flow: Flow, limit: float, reached: Bytes, end: int, bounds: Ints
+) -> float:
+    """Writes the placement whose inner rank meets at `end`. Returns its largest time."""
+    sums, _, speeds, held, pairs, pair_at, caps = problem
+    layers, ranks = len(sums) - 1, len(speeds)
+    a = b = end
+    bounds[ranks] = end
+    largest = 0.0
+    for r in range(ranks - 1, -1, -1):
+        extended = False
+        for x in range(a - 1, -1, -1):
+            if (sums[a] - sums[x]) / speeds[r] > limit:
+                break
+            for y in range(b + 1, layers + 1):
+                time = (sums[a] - sums[x] + sums[y] - sums[b]) / speeds[r]
+                if time > limit:
+                    break
+                if flow[0]:
+                    time = max(time, flow_time(flow, x, a, b, y) / speeds[r])
                 if (
-                    came[to] < 0
-                    or new_moved < moved[to]
-                    or (
-                        new_moved == moved[to]
-                        and (
-                            new_squares < squares[to]
-                            or (new_squares == squares[to] and new_counts < counts[to])
-                        )
+                    time <= limit
+                    and reached[r, x, y]
+                    and (
+                        caps.size == 0
+                        or need(held, pairs, pair_at, r, x, a)
+                        + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
+                        <= caps[r]
                     )
                 ):
-                    moved[to], squares[to] = new_moved, new_squares
-                    counts[to], came[to] = new_counts, start
-    if low[stages] != sums.shape[0] - 1 or came[offset[stages]] < 0:
-        return False
-    end = low[stages]
-    for stage in range(stages, 0, -1):
-        bounds[stage] = end
-        end = came[offset[stage] + end - low[stage]]
-    bounds[0] = 0
-    return True
-
-
-@jit()
-def near(
-    times: Times, memory: Memory, limit: float, low: Ints, targets: Ints, bounds: Ints
-) -> bool:
-    """Finds a placement whose boundaries, one by one, are as near to `targets` as possible.
-
-    All outputs have one size.
-    """
-    sums, speeds, sends, _ = times
-    held, pairs, pair_at, caps = memory
-    stages = len(speeds)
-    bounds[0] = 0
-    for stage in range(stages):
-        start, last = bounds[stage], sums.shape[0] - 1 - (stages - 1 - stage)
-        stop = farthest(sums, start, speeds[stage], sends[stage, 0], limit, last)
-        stop = reach(held, pairs, pair_at, caps, stage, start, stop) if stop > start else stop
-        bounds[stage + 1] = min(stop, max(targets[stage + 1], low[stage + 1], start + 1))
-        if bounds[stage + 1] <= start or bounds[stage + 1] < low[stage + 1]:
-            return False
-    return True
+                    extended = True
+                    largest = max(largest, time)
+                    a, b = x, y
+                    break
+            if extended:
+                break
+        bounds[r], bounds[2 * ranks - r] = a, b
+    return largest

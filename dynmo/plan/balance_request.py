@@ -15,10 +15,10 @@ from functools import cache, cached_property
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
-from dynmo.plan.chunks import chunked
+from dynmo.plan.bisection import chunked, exact
 from dynmo.plan.diffusion import diffuse
 from dynmo.plan.options import BALANCERS, OWN_BALANCER
-from dynmo.plan.partition import Cost, Partition, exact, uniform, weigh
+from dynmo.plan.partition import Cost, Partition, uniform, weigh
 from dynmo.plan.schedule_aware import PlacementProblem, faster, search
 from dynmo.plan.stage_costs import Make, by_name
 from dynmo.schedule.bounds import Objective
@@ -139,8 +139,6 @@ def _exact(request: BalanceRequest) -> Partition:
             speeds=request.speeds,
         )
         return best.partition
-    # Costs given by hand may have no sizes. Layers are counted then.
-    sizes = [layer.moved_bytes for layer in request.layers]
     return _faster_with_links(
         request,
         lambda links, output_bytes: exact(
@@ -148,7 +146,6 @@ def _exact(request: BalanceRequest) -> Partition:
             request.current.stages,
             memory=request.memory,
             current=request.current,
-            move_bytes=sizes if any(sizes) else None,
             speeds=request.speeds,
             links=links,
             output_bytes=output_bytes,

@@ -18,7 +18,7 @@ import numpy as np
 
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import PartitionError
-from dynmo.plan.chains import Problem, integer_sums
+from dynmo.plan.bisection import Chain, integer_sums
 from dynmo.plan.partition import Move, Partition, moves
 
 Fits = Callable[[int, int, int], bool]
@@ -66,7 +66,8 @@ def diffuse(
     time of sending its output (DynMo, E.1).
     """
     sums = weight_sums(weights, current)
-    sending = _sending(Problem(weights, current.stages, None, None, links, output_bytes))
+    sends = Chain(weights, current.stages, None, None, links, output_bytes).sends
+    sending = _sending(np.rint(sends).astype(np.int64).tolist())
     placements = [current]
     while (better := _next_round(sums, sending, placements[-1].bounds, fits)) is not None:
         placements.append(Partition.from_bounds(better))
@@ -82,9 +83,8 @@ def weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
     return integer_sums(weights)
 
 
-def _sending(problem: Problem) -> Sending:
-    units, classes = np.rint(problem.sends).astype(np.int64).tolist(), problem.classes.tolist()
-    return lambda stage, stop: units[stage][classes[stop]]
+def _sending(units: list[list[int]]) -> Sending:
+    return lambda stage, stop: units[stage][stop] if len(units[stage]) > 1 else 0
 
 
 def _next_round(

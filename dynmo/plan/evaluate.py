@@ -39,7 +39,7 @@ from itertools import takewhile
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_costs
 from dynmo.cost.profile_file import TIMES
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.plan.chains import rank_speeds
+from dynmo.plan.bisection import rank_speeds
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.partition import Move, Partition, imbalance, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dynmo.errors import ConfigError, PartitionError
-from dynmo.plan.chains import same_layers
 from dynmo.plan.meshes import accumulation_problem
-from dynmo.plan.partition import Move, Partition, uniform
+from dynmo.plan.partition import Move, Partition, same_layers, uniform
 from dynmo.schedule.catalogue import check_microbatches, full_schedule, stage_ranks_of
 from dynmo.schedule.op import Schedule
 

@@ -15,7 +15,8 @@ from itertools import product
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.plan.balance_request import BalanceRequest, balancer
-from dynmo.plan.partition import Partition, exact
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import Partition
 from dynmo.plan.plan_request import (
     Plan,
     PlanRequest,

@@ -28,10 +28,11 @@ from typing import final
 
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
+from dynmo.plan.bisection import exact
 from dynmo.plan.make_plan import make_plan
 from dynmo.plan.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.plan.meshes import divisors
-from dynmo.plan.partition import exact, stage_loads, uniform
+from dynmo.plan.partition import stage_loads, uniform
 from dynmo.plan.plan_request import PlanRequest, RecomputeMode, memory_needs
 from dynmo.plan.stage_costs import freeze, pipeline_costs
 from dynmo.schedule.bounds import Objective

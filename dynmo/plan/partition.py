@@ -1,12 +1,7 @@
-"""Contiguous ranges of layers, one per stage, and the exact way to choose them.
+"""Contiguous ranges of layers, one per stage.
 
-    counts (3, 2, 3)   layers  0 1 2 | 3 4 | 5 6 7
-                       stage     0   |  1  |   2         bounds (0, 3, 5, 8)
-
-Every rank has one stage here. For several stages per rank, see `chunks`.
-
-Loads are integers (`chains.integer_sums`). The bottleneck is therefore a sum of layers, never a
-number near one, and a tie is a tie.
+counts (3, 2, 3)   layers  0 1 2 | 3 4 | 5 6 7
+                   stage     0   |  1  |   2         bounds (0, 3, 5, 8)
 """
 
 from __future__ import annotations
@@ -19,10 +14,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
-from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.chains import Problem, enough, same_layers
-from dynmo.schedule.memory import MemoryLimits
 
 Cost = Literal["time", "parameters"]
 
@@ -132,66 +125,16 @@ def uniform(layers: int, ranks: int) -> Partition:
     return Partition((each + 1,) * more + (each,) * (ranks - more))
 
 
-def exact(
-    weights: Sequence[float],
-    ranks: int,
-    *,
-    memory: MemoryLimits | None = None,
-    current: Partition | None = None,
-    move_bytes: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
-    links: Sequence[LinkCost] | None = None,
-    output_bytes: Sequence[int] | None = None,
-) -> Partition:
-    """Places contiguous layers so that the largest stage time is least (DynMo, section 3.3).
-
-    A stage's time is its load divided by its rank's speed, plus the time of sending its output.
-    Sending takes links[s].seconds(output_bytes of its last layer). The last stage sends nothing.
-    This is DynMo's reading of a slow network (E.1): the work of A and the transfer after it should
-    equal the work of B.
-
-    Ties are resolved in this order:
-
-    1. the fewest bytes moved away from `current` (`move_bytes` of each layer, or layers)
-    2. the least sum of squared times, then of squared counts
-    3. the last boundaries nearest to the front
-
-    Weights that are not small integers count in units of 2^-52 of their sum. Times are squared in
-    whole units of 2^-25 of the bottleneck or finer. If there are too many ties, only those near
-    `current`, or near an even spread, are compared.
-
-    Raises:
-        PartitionError: There are fewer layers than ranks, a number is negative or not finite, or no
-            placement fits `memory`.
-    """
-    problem = Problem(weights, ranks, memory, speeds, links, output_bytes)
-    if current is not None:
-        same_layers(current.layers, problem.layers)
-    if move_bytes is not None:
-        same_layers(len(move_bytes), problem.layers)
-    sizes = [1] * problem.layers if move_bytes is None else move_bytes
-    bottleneck = problem.least_bottleneck()
-    return Partition.from_bounds(
-        problem.best_tie(bottleneck, None if current is None else current.bounds, sizes)
-    )
+def enough(layers: int, ranks: int) -> None:
+    """Checks that each rank can have a layer."""
+    if ranks < 1:
+        raise PartitionError(f"a placement on {ranks} ranks; at least 1 is needed")
+    if layers < ranks:
+        raise PartitionError(f"{ranks} ranks need at least {ranks} layers; the model has {layers}")
 
 
-def ties(
-    weights: Sequence[float],
-    ranks: int,
-    *,
-    memory: MemoryLimits | None = None,
-    current: Partition | None = None,
-    move_bytes: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
-) -> list[Partition]:
-    """Some of the placements with the least largest stage time, all different."""
-    problem = Problem(weights, ranks, memory, speeds)
-    if current is not None:
-        same_layers(current.layers, problem.layers)
-    bottleneck = problem.least_bottleneck()
-    sizes = [1] * problem.layers if move_bytes is None else move_bytes
-    tied_bounds = [problem.best_tie(bottleneck, None, sizes), *problem.extremes(bottleneck)]
-    if current is not None:
-        tied_bounds.insert(0, problem.best_tie(bottleneck, current.bounds, sizes))
-    return [Partition.from_bounds(bounds) for bounds in dict.fromkeys(map(tuple, tied_bounds))]
+def same_layers(have: int, want: int) -> None:
+    if have != want:
+        raise PartitionError(
+            f"{have} layers where {want} are expected; both must be of the same model"
+        )

@@ -28,10 +28,9 @@ import numpy as np
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, ScheduleError
 from dynmo.plan._replay import promising, replay
-from dynmo.plan.chains import enough
-from dynmo.plan.chunks import chunked, flowing
+from dynmo.plan.bisection import chunked, exact, flowing, ties
 from dynmo.plan.evaluate import Plan, Replica, evaluate
-from dynmo.plan.partition import Partition, exact, ties, uniform, weigh
+from dynmo.plan.partition import Partition, enough, uniform, weigh
 from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
 from dynmo.plan.recompute import choose_recomputed, with_recompute
 from dynmo.schedule.bounds import Objective
@@ -276,13 +275,12 @@ class _Search:
                 current=self.current,
                 speeds=self.rates,
             )
-            return [best.partition, exact(self.weights, self.stages)]
+            return [best.partition, ties(self.weights, self.stages)[0]]
         found = ties(
             self.weights,
             self.stages,
             memory=memory,
             current=self.current,
-            move_bytes=self.sizes,
             speeds=self.speeds,
         )
         sizes, links = [layer.output_bytes for layer in self.layers], self.replica.links
@@ -293,7 +291,6 @@ class _Search:
                     self.stages,
                     memory=memory,
                     current=self.current,
-                    move_bytes=self.sizes,
                     speeds=self.speeds,
                     links=links,
                     output_bytes=sizes,
@@ -303,9 +300,7 @@ class _Search:
 
     def worth_a_schedule(self, starts: Sequence[Bounds]) -> list[Bounds]:
         """Placements that are judged by a schedule of their own before the descent."""
-        found = [self.current.bounds]
-        if self.replica.limits is not None:
-            found += starts[1:]
+        found = [self.current.bounds, *starts[1:]]
         if self.stages > self.ranks:
             for memory in self.estimates():
                 microbatches, ranks = self.replica.mesh.microbatches, self.stage_ranks

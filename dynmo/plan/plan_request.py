@@ -17,7 +17,7 @@ from typing import Literal
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
-from dynmo.plan.chains import rank_speeds
+from dynmo.plan.bisection import rank_speeds
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.partition import Cost, Move, Partition, imbalance, uniform
 from dynmo.plan.recompute import with_recompute

@@ -26,8 +26,8 @@ import numpy as np
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.plan._replay import promising, replay
-from dynmo.plan.chunks import chunked, flowing
-from dynmo.plan.partition import Partition, exact, ties, uniform
+from dynmo.plan.bisection import chunked, exact, flowing, ties
+from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.stage_costs import Make, check_lengths, freeze, pipeline_costs
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.graph import Floats
@@ -195,14 +195,13 @@ class _Search:
                 current=self.current,
                 speeds=self.rates,
             )
-            least_bottleneck, others = [best.partition], [exact(weights, self.stages)]
+            least_bottleneck, others = [best.partition], ties(weights, self.stages)[:1]
         else:
             least_bottleneck = ties(
                 weights,
                 self.stages,
                 memory=self.memory,
                 current=self.current,
-                move_bytes=self.sizes,
                 speeds=self.speeds,
             )
             others = []
@@ -234,7 +233,6 @@ class _Search:
                 self.stages,
                 memory=self.memory,
                 current=self.current,
-                move_bytes=self.sizes,
                 speeds=self.speeds,
                 links=links,
                 output_bytes=sizes,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import PartitionError
+from dynmo.plan.bisection import exact
 from dynmo.plan.diffusion import diffuse
-from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.partition import Partition, stage_loads, uniform
 
 many = settings(derandomize=True)
 

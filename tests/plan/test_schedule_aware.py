@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
-from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.schedule_aware import (
     PlacementProblem,
     _Search,  # pyright: ignore[reportPrivateUsage]

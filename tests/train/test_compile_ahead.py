@@ -12,11 +12,9 @@ from numba.core.dispatcher import Dispatcher
 from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
-from dynmo.plan import _chunk_kernels, _kernels, _replay, chains, chunks
+from dynmo.plan import _kernels, _replay, bisection
 from dynmo.schedule import graph
 from dynmo.train.compile_ahead import prepare
-
-RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones do not do
 
 
 def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
@@ -27,12 +25,9 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
 def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
     layers = loops((csr, hashed, shared))
-    used = {
-        name
-        for user in (chains, chunks)
-        for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))
-    } - RARE | {"replay", "run_clocks", "_in_order"}
-    others = loops((_kernels, _chunk_kernels, _replay, graph))
+    used = set(re.findall(r"kernels\.(\w+)\(", inspect.getsource(bisection)))
+    used |= {"replay", "run_clocks", "_in_order"}
+    others = loops((_kernels, _replay, graph))
     balancers = [loop for loop in others if loop.__name__ in used]
     assert len(layers) >= 4
     assert {loop.__name__ for loop in balancers} == used

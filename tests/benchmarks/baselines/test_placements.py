@@ -23,7 +23,8 @@ from benchmarks.baselines.placements import (
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balance_request import BalanceRequest, balancer
-from dynmo.plan.partition import Partition, exact, stage_loads
+from dynmo.plan.bisection import exact
+from dynmo.plan.partition import Partition, stage_loads
 from tests.plan.test_balance_request import REQUEST, limited
 from tests.plan.test_diffusion import cases, many
 

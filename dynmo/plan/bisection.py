@@ -1,0 +1,553 @@
+"""The least bottleneck of contiguous stages: where searches start.
+
+    sums     0 3 5 9 10 16      of the weights, as integers
+    stage s  (sums[stop] - sums[start]) / speed + time of sending  <=  bottleneck
+
+A stage must also fit its memory, and a layer must be left for each stage after it. The bottleneck
+is found by bisection between times that placements truly have. It is therefore the time of a stage
+and never a number near one. The loops run compiled, in `_kernels`.
+
+A rank may have several stages:
+
+    looped  placement 0 1 2 0 1 2        V  placement 0 1 2 2 1 0
+    layers  . . | . . | . | . | . . | .     both have 6 stages on 3 ranks
+    rank 0  stages 0 and 3                  stages 0 and 5
+
+Only the sum of a rank's stages counts, so one of its stages may be long and another short. An exact
+answer is cheap for the V, because the ranks are nested from the outside inwards. Any other
+placement is a hard problem. Branch and bound solves it if that takes at most `NODES` steps.
+Otherwise an iterated descent is used, whose answer is not proven to be the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+import numpy as np
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.errors import NoRoomError, PartitionError
+from dynmo.plan import _kernels as kernels
+from dynmo.plan._kernels import Bytes, Floats, Ints, Memory
+from dynmo.plan.partition import Partition, enough, same_layers, stage_loads
+from dynmo.schedule.generators import v_stage_ranks
+from dynmo.schedule.memory import MemoryLimits
+
+_BITS = 52  # of all weights together, so that loads are exact in a float
+
+
+def exact(
+    weights: Sequence[float],
+    ranks: int,
+    *,
+    memory: MemoryLimits | None = None,
+    current: Partition | None = None,
+    speeds: Sequence[float] | None = None,
+    links: Sequence[LinkCost] | None = None,
+    output_bytes: Sequence[int] | None = None,
+) -> Partition:
+    """Places contiguous layers so that the largest stage time is least (DynMo, section 3.3).
+
+    A stage's time is its load divided by its rank's speed, plus the time of sending its output.
+    Sending takes links[s].seconds(output_bytes of its last layer). The last stage sends nothing.
+    This is DynMo's reading of a slow network (E.1): the work of A and the transfer after it should
+    equal the work of B.
+
+    Many placements have the least bottleneck. The one whose boundaries are nearest to those of
+    `current` is returned, which is `current` itself if it is one of them. Without `current` the
+    boundaries are nearest to equal shares. The last boundary is chosen first.
+
+    Weights that are not small integers count in units of 2^-52 of their sum.
+
+    Raises:
+        PartitionError: There are fewer layers than ranks, a number is negative or not finite, or no
+            placement fits `memory`.
+    """
+    chain = Chain(weights, ranks, memory, speeds, links, output_bytes)
+    return chain.placed(chain.least(), chain.wanted(current))
+
+
+def ties(
+    weights: Sequence[float],
+    ranks: int,
+    *,
+    memory: MemoryLimits | None = None,
+    current: Partition | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[Partition]:
+    """Some of the placements with the least largest stage time, all different.
+
+    One is nearest to `current`, as of `exact`. Of the others one has stages as even as can be, one
+    is filled from the front, and one from the back.
+    """
+    chain, layers = Chain(weights, ranks, memory, speeds), len(weights)
+    bottleneck = chain.least()
+    found = [] if current is None else [chain.placed(bottleneck, chain.wanted(current))]
+    found.append(chain.evened(chain.placed(bottleneck, chain.wanted(None))))
+    found += [chain.placed(bottleneck, (end,) * (ranks + 1)) for end in (layers, 0)]
+    return list(dict.fromkeys(found))
+
+
+def integer_sums(weights: Sequence[float]) -> list[int]:
+    """Prefix sums of the weights, as integers.
+
+    They are exact if their common unit is at least 2^-52 of their sum. If not, each weight counts
+    in units of 2^-52 of the sum.
+    """
+    for layer, weight in enumerate(weights):
+        if not math.isfinite(weight) or weight < 0:
+            raise PartitionError(
+                f"layer {layer} has the weight {weight}; a weight is a number of at least 0"
+            )
+    # Every float is an integer over a power of two.
+    ratios = [weight.as_integer_ratio() for weight in weights]
+    below = max((denominator for _, denominator in ratios), default=1)
+    parts = [above * (below // denominator) for above, denominator in ratios]
+    unit, total = math.gcd(*parts) or 1, sum(parts)
+    if total // unit >= 1 << _BITS:
+        unit = -(-total // (1 << _BITS))
+    return list(accumulate((part // unit for part in parts), initial=0))
+
+
+def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> Floats:
+    """Without speeds they are all 1."""
+    if speeds is None:
+        return np.ones(ranks)
+    if len(speeds) != ranks:
+        raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
+    for rank, speed in enumerate(speeds):
+        if not math.isfinite(speed) or speed <= 0:
+            raise PartitionError(f"rank {rank} has the speed {speed}; a speed is a number over 0")
+    return np.array(speeds, np.float64)
+
+
+def _memory_tables(memory: MemoryLimits | None, layers: int, stages: int) -> Memory:
+    """The limits as `_kernels` takes them."""
+    if memory is None:
+        return (
+            np.zeros((3, 1), np.int64),
+            np.zeros((0, 2), np.int64),
+            np.zeros(1, np.int64),
+            np.zeros(0, np.int64),
+        )
+    same_layers(len(memory.layers), layers)
+    if memory.stages != stages:
+        raise PartitionError(
+            f"memory limits for {memory.stages} stages, but {stages} in the placement; "
+            "give one limit per stage"
+        )
+    rows = [pairs or ((0, 0),) for pairs in memory.resident]
+    flat = [pair for pairs in rows for pair in pairs]
+    kinds = [
+        [0, *accumulate(x.static_bytes for x in memory.layers)],
+        [0, *accumulate(x.activation_bytes for x in memory.layers)],
+        [0, *accumulate(x.stash_bytes for x in memory.layers)],
+    ]
+    largest = kinds[0][-1] + max(
+        forward * kinds[1][-1] + stashed * kinds[2][-1] for forward, stashed in flat
+    )
+    if largest >= 1 << 62:
+        raise PartitionError(
+            f"the layers would hold {largest} bytes; "
+            "sizes are in bytes, and no machine has 2^62 of them"
+        )
+    caps = [max(-1, min(limit, 1 << 62)) for limit in memory.limits]
+    starts = [0, *accumulate(map(len, rows))]
+    return (
+        np.array(kinds, np.int64),
+        np.array(flat, np.int64),
+        np.array(starts, np.int64),
+        np.array(caps, np.int64),
+    )
+
+
+# -- one stage per rank ----------------------------------------------------------------------------
+
+
+@final
+class Chain:
+    """Weights, and the limits of stages. A time is in units of the sums, for a speed of 1."""
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        ranks: int,
+        memory: MemoryLimits | None = None,
+        speeds: Sequence[float] | None = None,
+        links: Sequence[LinkCost] | None = None,
+        output_bytes: Sequence[int] | None = None,
+    ) -> None:
+        self.layers, self.ranks, self.memory = len(weights), ranks, memory
+        enough(self.layers, ranks)
+        self.sums = np.array(integer_sums(weights), np.int64)
+        self.speeds = rank_speeds(speeds, ranks)
+        self.sends = self._sends(math.fsum(weights), links, output_bytes)
+        self.memory_tables = _memory_tables(memory, self.layers, ranks)
+        self.tables = (self.sums, self.speeds, self.sends, *self.memory_tables)
+
+    def _sends(
+        self, total: float, links: Sequence[LinkCost] | None, output_bytes: Sequence[int] | None
+    ) -> Floats:
+        """Times of sending, [stage, stop]."""
+        if links is None and output_bytes is None:
+            return np.zeros((self.ranks, 1))
+        if links is None or output_bytes is None:
+            raise PartitionError(
+                "a link's time needs both the links and output_bytes; give both or neither"
+            )
+        if len(links) != self.ranks - 1:
+            raise PartitionError(
+                f"{len(links)} links for {self.ranks} ranks; "
+                f"give {self.ranks - 1}, one per boundary"
+            )
+        same_layers(len(output_bytes), self.layers)
+        seconds = np.zeros((self.ranks, self.layers + 1))
+        for boundary, link in enumerate(links):
+            seconds[boundary, 1:] = [link.seconds(size) for size in output_bytes]
+        for boundary, row in enumerate(seconds):
+            if not (np.isfinite(row) & (row >= 0)).all():
+                raise PartitionError(
+                    f"boundary {boundary} takes {row.max()} s; "
+                    "a link's time is a number of at least 0"
+                )
+        return seconds * (int(self.sums[-1]) / total) if total else seconds
+
+    def wanted(self, current: Partition | None) -> Sequence[int]:
+        """The boundaries of `current`, or those nearest to equal shares of the load."""
+        if current is not None:
+            same_layers(current.layers, self.layers)
+            if current.stages == self.ranks:
+                return current.bounds
+        shares = np.concatenate(([0.0], np.cumsum(self.speeds))) / self.speeds.sum()
+        return np.searchsorted(self.sums, shares * self.sums[-1]).tolist()
+
+    def least(self) -> float:
+        """The least bottleneck, by bisection between values that placements truly have.
+
+        A success lowers `high` to the time of the placement found. A failure raises `low` to the
+        least time at which some stage could take one layer more (Pinar and Aykanat's exact
+        bisection).
+        """
+        heaviest = int(np.diff(self.sums).max()) / self.speeds.max()
+        low = max(heaviest, int(self.sums[-1]) / self.speeds.sum())
+        trial, high, share = low, math.inf, 1 / 64
+        while low < high:
+            feasible, value = self.probe(trial)
+            low, high = (low, value) if feasible else (value, high)
+            if low == math.inf:
+                raise NoRoomError(self.no_memory())
+            middle = (low + high) / 2 if high < math.inf else low * (1 + share)
+            trial, share = middle if low < middle < high else low, 2 * share
+        return float(high)
+
+    def probe(self, bottleneck: float) -> tuple[bool, float]:
+        """Tries one bottleneck.
+
+        Returns (True, the largest time of a placement within it), or (False, the next to try).
+        """
+        low, reached, rise = self._reach(bottleneck)
+        if not reached[-1, -1]:
+            return False, rise
+        bounds = self._nearest(bottleneck, low, reached, low)
+        sends = self.sends[np.arange(self.ranks), bounds[1:] if self.sends.shape[1] > 1 else 0]
+        return True, float((np.diff(self.sums[bounds]) / self.speeds + sends).max())
+
+    def placed(self, bottleneck: float, wanted: Sequence[int]) -> Partition:
+        """The placement within a bottleneck whose boundaries are nearest to `wanted`."""
+        low, reached, _ = self._reach(bottleneck)
+        wanted_bounds = np.array(wanted, np.int64)
+        return Partition.from_bounds(
+            self._nearest(bottleneck, low, reached, wanted_bounds).tolist()
+        )
+
+    def evened(self, partition: Partition) -> Partition:
+        """Moves layers while the sum of squared times falls, and the bottleneck does not rise."""
+        bounds, ranks = np.array(partition.bounds, np.int64), np.arange(self.ranks)
+        kernels.descend((self.sums, ranks, self.speeds, *self.memory_tables), bounds)
+        return Partition.from_bounds(bounds.tolist())
+
+    def _reach(self, bottleneck: float) -> tuple[Ints, Bytes, float]:
+        low = np.zeros(self.ranks + 1, np.int64)
+        reached = np.zeros((self.ranks + 1, self.layers + 1), np.uint8)
+        rise = kernels.floors(self.tables, bottleneck, low)
+        if low[0] == 0:
+            rise = min(rise, kernels.reach(self.tables, bottleneck, low, reached))
+        return low, reached, rise
+
+    def _nearest(self, bottleneck: float, low: Ints, reached: Bytes, wanted: Ints) -> Ints:
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        kernels.nearest(self.tables, bottleneck, low, reached, wanted, bounds)
+        return bounds
+
+    def no_memory(self) -> str:
+        """Says why no placement fits, by filling the stages in order as far as memory goes."""
+        memory = self.memory
+        assert memory is not None, "without memory limits a placement always exists"
+        start = stop = stage = 0
+        for stage in range(self.ranks):
+            start, last = stop, self.layers - (self.ranks - 1 - stage)
+            while stop < last and memory.fits(stage, start, stop + 1):
+                stop += 1
+            if stop == start:
+                break
+        stop = self.layers if stage == self.ranks - 1 else start + 1
+        held = f"layers {start}..{stop - 1}" if stop > start + 1 else f"layer {start}"
+        return (
+            f"stage {stage} cannot hold {held} once the stages before it are full: "
+            f"{memory.need(stage, start, stop)} bytes needed, the limit is "
+            f"{memory.limits[stage]}; use more ranks, a larger limit, a smaller microbatch or a "
+            "schedule that keeps less"
+        )
+
+
+# -- several stages per rank -----------------------------------------------------------------------
+
+NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
+_STATES = 30_000_000  # bytes of the search through a V
+_KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
+_NO_FLOW: kernels.Flow = (0, 0.0, np.zeros((3, 1)))
+# A microbatch's way through the V takes some multiple of the time that it takes without waiting.
+_STRETCHES = (1.0, 1.4, 1.6, 2.0)
+# The first step above the least load, its growth, the last step, and how often a step is halved.
+_RISE = (0.005, 1.8, 1.0, 3)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A placement with several stages per rank, and the time of its most loaded rank.
+
+    `proven`: no placement has less.
+    """
+
+    partition: Partition
+    seconds: float
+    proven: bool
+
+
+def chunked(
+    weights: Sequence[float],
+    stage_ranks: Sequence[int],
+    *,
+    memory: MemoryLimits | None = None,
+    current: Partition | None = None,
+    speeds: Sequence[float] | None = None,
+    nodes: int = NODES,
+) -> Chunked:
+    """Places contiguous stages on ranks that have several each. No stage is empty.
+
+    A rank's time is the sum of its stages' loads divided by its speed. With one stage per rank this
+    is `exact`.
+
+    Args:
+        memory: The peaks of a rank's stages together must not be more than the least of their
+            limits. None: unlimited.
+        current: Is returned if nothing takes less time.
+        nodes: The most steps of branch and bound.
+
+    Raises:
+        PartitionError: There are fewer layers than stages, a number is negative or not finite, or
+            nothing is found that fits.
+    """
+    stages, ranks = len(stage_ranks), max(stage_ranks, default=-1) + 1
+    if sorted(set(stage_ranks)) != list(range(ranks)) or not ranks:
+        raise PartitionError(
+            f"placement {list(stage_ranks)} must name the ranks 0 to {ranks - 1}, each at least "
+            "once"
+        )
+    enough(len(weights), stages)
+    if current is not None:
+        same_layers(current.layers, len(weights))
+    rates = rank_speeds(speeds, ranks)
+    if stages == ranks:
+        own = rates[list(stage_ranks)].tolist()
+        partition, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
+    else:
+        partition, proven = _Chunks(weights, stage_ranks, memory, rates).solve(current, nodes)
+    loads = stage_loads(weights, partition)
+    times = (
+        math.fsum(x for x, r in zip(loads, stage_ranks, strict=True) if r == rank)
+        / rates[rank].item()
+        for rank in range(ranks)
+    )
+    return Chunked(partition, max(times), proven)
+
+
+def flowing(
+    layers: Sequence[LayerCost],
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    *,
+    memory: MemoryLimits | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[Partition]:
+    """Places a V so that microbatches flow through it, and not only so that loads are even.
+
+    A rank on which all layers are frozen, say, has nothing but F's, and all of them lie between the
+    first F and the last F of rank 0. There is one placement for each assumption about how long a
+    microbatch's way takes. The best of them is found by simulation.
+    """
+    flow = _Flow.of(layers, stage_ranks, memory, speeds)
+    if flow is None:
+        return []
+    found = [flow.solve(microbatches, stretch)[0] for stretch in _STRETCHES]
+    return [partition for partition in dict.fromkeys(found) if partition is not None]
+
+
+def flow_bound(layers: Sequence[LayerCost], ranks: int, microbatches: int) -> float:
+    """Bounds the span of any placement of a V, whatever its schedule. Messages take no time.
+
+    Raises:
+        PartitionError: There are fewer layers than stages, or too many for the search.
+    """
+    enough(len(layers), 2 * ranks)
+    flow = _Flow.of(layers, v_stage_ranks(ranks), None, None)
+    if flow is None:
+        raise PartitionError(f"{len(layers)} layers on {ranks} ranks are too many to bound")
+    return microbatches * flow.solve(microbatches, 1.0)[1]
+
+
+@final
+@dataclass(frozen=True)
+class _Flow:
+    """`least` is the least load. `ways` is in the same unit, of which a second has `unit`."""
+
+    chunks: _Chunks
+    least: float
+    ways: Floats
+    unit: float
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerCost],
+        stage_ranks: Sequence[int],
+        memory: MemoryLimits | None,
+        speeds: Sequence[float] | None,
+    ) -> _Flow | None:
+        ranks, weights = max(stage_ranks) + 1, [layer.seconds for layer in layers]
+        size = (ranks + 1) * (len(layers) + 1) ** 2
+        if tuple(stage_ranks) != v_stage_ranks(ranks) or size > _STATES:
+            return None
+        chunks = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, ranks))
+        least = chunks.nested(np.array(exact(weights, chunks.stages).bounds, np.int64))
+        if not 0 < least < math.inf:
+            return None
+        unit = int(chunks.sums[-1]) / math.fsum(weights)
+        ways = np.zeros((3, len(layers) + 1))
+        ways[:, 1:] = unit * np.cumsum([[getattr(x, key) for x in layers] for key in "fbw"], 1)
+        return cls(chunks, least, ways, unit)
+
+    def solve(self, microbatches: int, stretch: float) -> tuple[Partition | None, float]:
+        """Finds a placement of nearly the least time, and a time that none is below."""
+        tables, stages = self.chunks.tables, self.chunks.stages
+        reached = np.zeros((stages // 2 + 1, *[len(self.chunks.sums)] * 2), np.uint8)
+        bounds = np.zeros(stages + 1, np.int64)
+        bounds[-1] = len(self.chunks.weights)
+        flow: kernels.Flow = (microbatches, stretch, self.ways)
+        step, growth, most, halvings = _RISE
+        low, trial = self.least, self.least * (1 + 1e-12)
+        while not kernels.nested(tables, flow, trial, reached, bounds)[0]:
+            low, trial = trial, self.least * (1 + step)
+            if step > most:
+                return None, low / self.unit
+            step *= growth
+        for _ in range(halvings):
+            trial_bounds, middle = bounds.copy(), (low + trial) / 2
+            if kernels.nested(tables, flow, middle, reached, trial_bounds)[0]:
+                bounds, trial = trial_bounds, middle
+            else:
+                low = middle
+        return Partition.from_bounds(bounds.tolist()), low / self.unit
+
+
+@final
+class _Chunks:
+    def __init__(
+        self,
+        weights: Sequence[float],
+        stage_ranks: Sequence[int],
+        memory: MemoryLimits | None,
+        rates: Floats,
+    ) -> None:
+        self.weights, self.stage_ranks, self.memory = weights, stage_ranks, memory
+        self.stages, self.ranks = len(stage_ranks), len(rates)
+        self.sums, self.speeds = np.array(integer_sums(weights), np.int64), rates
+        held, pairs, pair_at, _ = _memory_tables(memory, len(weights), self.stages)
+        self.caps: list[int] = []
+        if memory is not None:
+            of_rank = [
+                [x for x, r in zip(memory.limits, stage_ranks, strict=True) if r == rank]
+                for rank in range(self.ranks)
+            ]
+            self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
+        rank_of, caps = np.array(stage_ranks, np.int64), np.array(self.caps, np.int64)
+        self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
+
+    def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
+        """The placement, and whether it is proven to be the best."""
+        bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
+        if (
+            tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
+            and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
+        ):
+            best, proven = self.nested(bounds), True
+        else:
+            floor = int(self.sums[-1]) / float(self.speeds.sum())
+            best, over = kernels.wander(self.tables, bounds, 10, floor)
+            best, proven = kernels.branch(self.tables, bounds, math.inf if over else best, nodes)
+            proven = proven or best <= floor
+            if not proven:
+                best, over = kernels.wander(
+                    self.tables, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor
+                )
+                best = math.inf if over else best
+        if best == math.inf:
+            raise NoRoomError(self.no_memory(proven))
+        if current is not None and current.stages == self.stages:
+            largest, _, over = self.evaluate_bounds(current.bounds)
+            if largest <= best and not over:
+                return current, proven
+        return Partition.from_bounds(bounds.tolist()), proven
+
+    def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
+        return kernels.evaluate_bounds(
+            self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
+        )
+
+    def nested(self, bounds: Ints) -> float:
+        """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
+        reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
+        total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
+        low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
+        own, _, over = self.evaluate_bounds(bounds)
+        high = total / float(self.speeds.min()) if over else own
+        best = math.inf if over else own
+        trial = high if over else (low + high) / 2
+        while low < high or best == math.inf:
+            trial_bounds = bounds.copy()
+            feasible, value = kernels.nested(self.tables, _NO_FLOW, trial, reached, trial_bounds)
+            if feasible:
+                best = high = value
+                bounds[:] = trial_bounds
+            elif value == math.inf or value > high:
+                break  # nothing else would change
+            else:
+                low = value
+            trial = (low + high) / 2 if low < (low + high) / 2 < high else low
+        return best
+
+    def no_memory(self, proven: bool) -> str:
+        memory = self.memory
+        assert memory is not None, "without memory limits a placement always exists"
+        needs = self.evaluate_bounds(exact(self.weights, self.stages).bounds)[2]
+        held = "no placement fits" if proven else "no placement that fits was found"
+        return (
+            f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to "
+            f"{max(self.caps)} bytes: balanced by time they are "
+            f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a "
+            "schedule that keeps less"
+        )
