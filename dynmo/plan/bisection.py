@@ -223,7 +223,8 @@ class Chain:
             if current.stages == self.ranks:
                 return current.bounds
         shares = np.concatenate(([0.0], np.cumsum(self.speeds))) / self.speeds.sum()
-        return np.searchsorted(self.sums, shares * self.sums[-1]).tolist()
+        nearest: Ints = np.searchsorted(self.sums, shares * self.sums[-1])
+        return nearest.tolist()
 
     def least(self) -> float:
         """The least bottleneck, by bisection between values that placements truly have.

@@ -46,19 +46,10 @@ def test_balancing_by_parameters_ignores_freezing():
     assert balancer("exact")(blind).counts == balancer("diffusion")(blind).counts == (3, 3)
 
 
-def test_exact_moves_the_fewest_bytes():
+def test_exact_moves_boundaries_as_little_as_it_can():
     # Layer 0 decides alone. (1, 3, 1) moves layer 1. The smoother (1, 2, 2) moves layer 3 too.
-    # Layers are counted if no bytes are given.
-    for sizes, counts in (
-        ((1, 5, 1, 1, 1), (1, 3, 1)),
-        ((1, 5, 0, 0, 0), (1, 2, 2)),
-        ((0, 0, 0, 0, 0), (1, 3, 1)),
-    ):
-        layers = tuple(
-            LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
-            for f, size in zip((6, 1, 1, 1, 1), sizes, strict=True)
-        )
-        assert balancer("exact")(BalanceRequest(layers, Partition((2, 2, 1)))).counts == counts
+    layers = tuple(LayerCost(f, 0.0, 0.0) for f in (6, 1, 1, 1, 1))
+    assert balancer("exact")(BalanceRequest(layers, Partition((2, 2, 1)))).counts == (1, 3, 1)
 
 
 def test_balancers_keep_memory_limits():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError, ScheduleError
+from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import (
     Plan,
     Replica,
@@ -24,7 +25,7 @@ from dynmo.plan.evaluate import (
     frozen_stages,
     pipeline_costs,
 )
-from dynmo.plan.partition import Partition, exact, stage_loads, uniform
+from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.placement import (
     _Search,  # pyright: ignore[reportPrivateUsage]
     place,
@@ -380,7 +381,6 @@ def test_start_that_knows_links_is_never_beaten(seed: int) -> None:
         [x.seconds for x in layers],
         4,
         current=uniform(12, 4),
-        move_bytes=[x.moved_bytes for x in layers],
         links=links,
         output_bytes=sent,
     )

@@ -74,7 +74,7 @@ def test_deepspeed_leaves_stages_empty():
     # empty.
     bounds = balanced_bounds([5, 1, 1, 1, 1], 3)
     assert any(start == stop for start, stop in pairwise(bounds))
-    assert exact([5, 1, 1, 1, 1], 3).counts == (1, 2, 2)
+    assert max(stage_loads([5, 1, 1, 1, 1], exact([5, 1, 1, 1, 1], 3))) == 5
     with pytest.raises(PartitionError, match="leaves stage 0 without a layer"):
         placement(bounds, "DeepSpeed's placement")
     assert balanced_bounds([1.0] * 3, 5) == [0, 1, 2, 3, 3, 3]
