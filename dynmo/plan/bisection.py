@@ -22,6 +22,7 @@ Otherwise an iterated descent is used, whose answer is not proven to be the best
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -222,9 +223,8 @@ class Chain:
             same_layers(current.layers, self.layers)
             if current.stages == self.ranks:
                 return current.bounds
-        shares = np.concatenate(([0.0], np.cumsum(self.speeds))) / self.speeds.sum()
-        nearest: Ints = np.searchsorted(self.sums, shares * self.sums[-1])
-        return nearest.tolist()
+        ends: list[float] = (np.cumsum(self.speeds) / self.speeds.sum() * self.sums[-1]).tolist()
+        return [0, *(bisect_left(self.sums, end) for end in ends)]
 
     def least(self) -> float:
         """The least bottleneck, by bisection between values that placements truly have.
