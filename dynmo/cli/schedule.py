@@ -207,7 +207,7 @@ def _print_json(
     if options.grid:
         from dynmo.schedule.grid import draw
 
-        result["grid"] = draw(timeline)
+        result["grid"] = draw(timeline).plain
     print(json.dumps(result, allow_nan=False))
 
 
@@ -223,13 +223,13 @@ def _print_text(
         print("equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)")
     console.print(_table(result))
     if options.grid:
-        from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
+        from dynmo.schedule.grid import MIN_WIDTH, draw
 
         width = max(MIN_WIDTH, shutil.get_terminal_size((120, 24)).columns)
         if console.is_terminal:
-            console.print(draw_coloured(timeline, width), soft_wrap=True)
+            console.print(draw(timeline, width), soft_wrap=True)
         else:
-            print(draw(timeline, width))
+            print(draw(timeline, width).plain)
     if options.ops:
         sys.stdout.write(to_text(schedule))
 

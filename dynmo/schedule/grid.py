@@ -57,17 +57,11 @@ _Mark = tuple[Kind, bool]
 _Column = tuple[str, _Mark | None]
 
 
-def draw(timeline: Timeline, width: int = 120) -> str:
-    """Draw the picture as text of at most `width` columns, with a time axis and a legend."""
-    label, rows, below = _layout(timeline, width)
-    lines = [
-        f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)
-    ]
-    return "\n".join(lines + below) + "\n"
+def draw(timeline: Timeline, width: int = 120) -> Text:
+    """Draw the picture in at most `width` columns, with a time axis and a legend.
 
-
-def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
-    """Draw the same picture for rich's console. Each kind has a background colour."""
+    Each kind has a background colour.
+    """
     from rich.text import Text
 
     label, rows, below = _layout(timeline, width)

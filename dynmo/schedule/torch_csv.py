@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule, validate
@@ -45,14 +45,11 @@ def to_torch_csv(schedule: Schedule) -> str:
     )
 
 
-def from_torch_csv(
-    text: str, stage_ranks: Sequence[int] | None = None, name: str = "torch"
-) -> Schedule:
+def from_torch_csv(text: str, name: str = "torch") -> Schedule:
     """Read torch's CSV, with or without messages, and check it as `validate` does.
 
     Args:
         text: Content of the file.
-        stage_ranks: Rank on which the file must have each stage. None takes it from the file.
         name: Name of the schedule. The file does not have it.
 
     Raises:
@@ -66,15 +63,7 @@ def from_torch_csv(
         for index, cell in enumerate(cells):
             where = f"row {rank}, cell {index} of torch's CSV"
             for op in _ops(cell.strip(), where):
-                expected = holds.setdefault(op.stage, rank)
-                if stage_ranks is not None:
-                    if op.stage >= len(stage_ranks):
-                        raise ScheduleError(
-                            f"{where}: {cell.strip()} is on stage {op.stage}, but the placement "
-                            f"has {len(stage_ranks)} stages"
-                        )
-                    expected = stage_ranks[op.stage]
-                if expected != rank:
+                if (expected := holds.setdefault(op.stage, rank)) != rank:
                     raise ScheduleError(
                         f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs "
                         f"to rank {expected}"
@@ -87,7 +76,7 @@ def from_torch_csv(
         rows.append(tuple(row))
     if not rows:
         raise ScheduleError("torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0")
-    stages = len(stage_ranks) if stage_ranks is not None else max(holds) + 1
+    stages = max(holds) + 1
     for stage in range(stages):
         if stage not in holds:
             raise ScheduleError(f"torch's CSV has no op of stage {stage} of {stages}")
