@@ -8,9 +8,7 @@ Every rank runs the same machine code, so the bits are the same.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import numba
@@ -53,31 +51,12 @@ def jit(*fast: str) -> Callable[[_F], _F]:
     return compiled
 
 
-def jit_as(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function that Python calls, at its first call.
+def inner(function: _F) -> _F:
+    """Compiles a function that only compiled functions call, together with them."""
+    options: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(_F, numba.njit(**options)(function))
 
-    All functions that it calls are compiled together with it.
 
-    Args:
-        signature: The types of the result and the arguments, as numba writes them.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @cache
-        def compiled() -> Callable[..., Any]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    return numba.njit(signature, cache=True)(function)
-                except Exception:
-                    # There is no place to keep the code, or a file there is damaged. Pickle meets
-                    # a damaged file with any error.
-                    return numba.njit(signature)(function)
-
-        @wraps(function)
-        def call(*arguments: Any) -> Any:
-            return compiled()(*arguments)
-
-        return call
-
-    return decorate
+def inlined(function: _F) -> _F:
+    """Copies a function into its callers. A call in a long loop would count references."""
+    return cast(_F, numba.njit(inline="always")(function))

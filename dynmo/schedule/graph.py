@@ -108,15 +108,27 @@ def make_order(ranks: Sequence[Sequence[tuple[int, int, int]]], stages: int, gra
     # The loops check no bounds.
     if ops.min(initial=0) < 0 or ops[:, 1].max(initial=0) >= stages or graph.lag.min() < 0:
         raise ScheduleError(f"an op is outside the {stages} stages, or credits are negative")
-    lanes, first = ops[:, 0] * stages + ops[:, 1], np.cumsum([0, *map(len, ranks)], dtype=np.int64)
-    rows, at = np.empty((len(ops), 5), np.int64), np.empty(len(ops), np.int64)
-    row_of = np.full((4 * stages, ops[:, 2].max(initial=0) + 1), -1, np.int64)
-    done = _in_order(lanes, ops[:, 2].copy(), first, graph.before, graph.lag, row_of, rows, at)
-    return Order(rows[:done], at[:done], lanes, np.bincount(lanes, minlength=4 * stages))
+    lanes = ops[:, 0] * stages + ops[:, 1]
+    return order_lanes(lanes, ops[:, 2].copy(), [*map(len, ranks)], graph.before, graph.lag)
+
+
+def order_lanes(
+    lanes: Ints, microbatches: Ints, lengths: Sequence[int], before: Ints, lag: Ints
+) -> Order:
+    """Does the same for the lane and microbatch of each op, rank by rank."""
+    first, row_of = first_of(lengths), np.empty((len(before), microbatches.max(initial=0) + 1), int)
+    rows, at = np.empty((len(lanes), 5), np.int64), np.empty(len(lanes), np.int64)
+    done = in_order(lanes, microbatches, first, before, lag, row_of, rows, at)
+    return Order(rows[:done], at[:done], lanes, np.bincount(lanes, minlength=len(before)))
+
+
+def first_of(lengths: Sequence[int]) -> Ints:
+    """Where the ops of each rank begin, and where they end."""
+    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 @jit()
-def _in_order(
+def in_order(
     lanes: Ints,
     microbatches: Ints,
     first: Ints,
@@ -128,8 +140,13 @@ def _in_order(
 ) -> int:
     """Fills `row_of`, `rows` and `at`. Each rank runs as far as it gets. Returns how many ran."""
     ranks, stages, done = len(first) - 1, len(before) // 4, 0
-    first_waiting, next_waiting = np.full_like(row_of, -1), np.full(ranks, -1)
-    position, ready, readies = first[:-1].copy(), np.arange(ranks), ranks
+    first_waiting, next_waiting = np.empty_like(row_of), np.empty(ranks, np.int64)
+    for lane in range(len(row_of)):
+        for j in range(row_of.shape[1]):
+            row_of[lane, j] = first_waiting[lane, j] = -1
+    position, ready, readies = first.copy(), np.empty(ranks, np.int64), ranks
+    for rank in range(ranks):
+        ready[rank] = rank
     while readies:
         readies -= 1
         rank = ready[readies]
@@ -187,3 +204,29 @@ def run_clocks(rows: Ints, delay: Floats, took: Floats, start: Floats, end: Floa
                 begin = max(begin, end[before] + delay[group, lane, k])
         start[i] = begin
         clock[rank] = end[i] = begin + took[lane]
+
+
+@jit()
+def run_back(
+    rows: Ints, delay: Floats, took: Floats, rest: Floats, tail: Floats, out: Floats
+) -> None:
+    """Fills in the longest way from the end of each row's op to the end of all.
+
+    Args:
+        rows: Rows of an order.
+        delay: `delays`.
+        took: Time of an op of each lane.
+        rest: What comes after the last op of each rank. It is overwritten.
+        tail: The longest way. Written.
+        out: The longest way that leaves the rank at once. Written.
+    """
+    for i in range(len(rows)):
+        out[i] = -np.inf
+    for i in range(len(rows) - 1, -1, -1):
+        rank, lane = rows[i, 0], rows[i, 1]
+        tail[i] = max(rest[rank], out[i])
+        rest[rank] = tail[i] + took[lane]
+        for k in range(2):
+            before = rows[i, 3 + k]
+            if before >= 0 and rows[before, 0] != rank:
+                out[before] = max(out[before], rest[rank] + delay[lane, k])

@@ -26,7 +26,7 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
     layers = loops((csr, hashed, shared))
     used = set(re.findall(r"kernels\.(\w+)\(", inspect.getsource(bisection)))
-    used |= {"replay", "run_clocks", "_in_order"}
+    used |= {"replay", "run_clocks", "in_order"}
     others = loops((_kernels, _replay, graph))
     balancers = [loop for loop in others if loop.__name__ in used]
     assert len(layers) >= 4

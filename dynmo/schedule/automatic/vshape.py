@@ -63,13 +63,21 @@ from numpy.typing import NDArray
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic import _vshape_loops as core
-from dynmo.schedule.automatic.case import NEVER, Case, make_case, schedule_of
+from dynmo.schedule.automatic._list_loops import run_list
+from dynmo.schedule.automatic.case import (
+    NEVER,
+    ROUNDING,
+    Case,
+    Lanes,
+    make_case,
+    microbatches_of,
+    schedule_of,
+)
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.generators import check_numbers, v_stage_ranks
+from dynmo.schedule.graph import order_lanes, run_back
 from dynmo.schedule.op import Schedule
-
-_Order = NDArray[np.int32]
 
 # Shares of a W that a gap must hold for the W to fill it.
 _SHARES = (1.0, 0.5)
@@ -103,7 +111,7 @@ _HOPELESS = 1.1
 _BUDGET = 8_000_000
 _TRIES = (60, 600)
 # The shares of an op for which a rank waits for a more urgent one, in one run after the other.
-_AHEAD = np.array((0.2, 0.5, 0.2, 0.0), np.float64)
+_AHEAD = (0.2, 0.5, 0.2, 0.0)
 # Number of ops that list scheduling may place in one direction, and the fewest and most runs.
 _LIST_BUDGET = 150_000
 _ROUNDS = (4, 60)
@@ -140,9 +148,9 @@ def v_shape(
     case = make_case(costs, m, stage_ranks, caps, first_trainable, objective)
     both = case.hold[:ranks] + case.hold[: ranks - 1 : -1]
     for rank in range(ranks):
-        if not case.cap[rank] * (1 + 1e-9) >= both[rank]:
+        if caps is not None and not case.cap[rank] >= both[rank]:
             raise ScheduleError(
-                f"{name}: the memory limit of rank {rank} is {case.cap[rank]:.10g}, but one "
+                f"{name}: the memory limit of rank {rank} is {caps[rank]:.10g}, but one "
                 f"microbatch of its stages {rank} and {2 * ranks - 1 - rank} takes "
                 f"{both[rank]:.10g}; give it that much, or fewer layers"
             )
@@ -151,14 +159,12 @@ def v_shape(
     # therefore run with the memory of zb-v, too.
     best, order = NEVER, np.zeros((ranks, 6 * m), np.int32)
     for limit in sorted({min(most, float(ranks)), most}):
-        blocks = _Blocks(case._replace(cap=np.minimum(case.cap, limit * both)))
+        blocks = _Blocks(case._replace(cap=np.minimum(case.cap, limit * both * ROUNDING)))
         if blocks.time < best:
             best, order = blocks.time, blocks.ops
     if name == "v-auto":
         goal = lower_bound_on(stage_ranks, costs, m, first_trainable, objective) * (1 + 1e-12)
-        rounds = min(_ROUNDS[1], max(_ROUNDS[0], _LIST_BUDGET // (6 * ranks * m)))
-        trial = np.zeros_like(order)
-        core.improve(tuple(case), _evenly(case), goal, rounds, _AHEAD, best, order, trial)
+        order = _improve(case, goal, best, order)
     return schedule_of(name, case, order)
 
 
@@ -200,6 +206,31 @@ def _evenly(case: Case) -> NDArray[np.float64]:
     return first[:, None] + interval * np.arange(case.m, dtype=np.float64)
 
 
+def _improve(case: Case, goal: float, best: float, order: Lanes) -> Lanes:
+    """Run the ops forwards and backwards in turn. Each run's order is the next one's priority.
+
+    Returns `order`, which takes `best`, or a shorter one. It stops at one as short as `goal`.
+    """
+    ranks, reached, keys = len(case.cap), NEVER, _evenly(case)
+    start, clock, trial = np.zeros_like(keys), np.zeros((2, ranks)), np.zeros_like(order)
+    policy = np.zeros((0, 0), np.int64)
+    rounds = min(_ROUNDS[1], max(_ROUNDS[0], _LIST_BUDGET // order.size))
+    for turn in range(2 * rounds + 1):
+        forwards, ahead = turn % 2 == 0, _AHEAD[(turn - 1) // 2 % len(_AHEAD)] if turn else 0.0
+        time, _ = run_list(case, turn, keys, ahead, policy, NEVER, clock, start, trial)
+        reached = min(reached, time) if forwards else reached
+        if time >= NEVER or (turn == 2 and reached > 1.05 * best):
+            break
+        if forwards and time < best:
+            best, order, trial = time, trial, order
+            if best <= goal:
+                break
+        # A rank that begins early ends early, if its own span counts.
+        clock[0] = clock[0].max() - clock[0] if forwards and not case.whole else 0.0
+        keys = np.ascontiguousarray(-(start + case.took[:, None])[:, ::-1])
+    return order
+
+
 class _Blocks:
     """The search of the shortest block. Every try of an order takes one from `left`.
 
@@ -211,19 +242,23 @@ class _Blocks:
     def __init__(self, case: Case) -> None:
         least, most = _TRIES
         p, m = len(case.cap), case.m
-        self._case, self._given = case, tuple(case)
+        self._case = case
         self._work = float(np.bincount(np.tile(case.rank_of, 3), case.took).max())  # busiest rank
         self.left = min(most, max(least, _BUDGET // (6 * p * m)))
-        self.time, self.ops, self._trial = np.inf, *np.zeros((2, p, 6 * m), np.int32)
+        self.time, self.ops, self._trial = NEVER, *np.zeros((2, p, 6 * m), np.int32)
         self._order = np.zeros((p, 4 * m), np.int32)
         self._latest, self._end = np.zeros((2, 4 * p, m))
-        self._path = np.zeros(m * (4 * p - case.frozen), np.int32)
+        ranks, n = np.arange(p), 2 * p
+        # The F's and B's that a microbatch meets on each rank, and how often each runs.
+        self._lanes = np.stack([ranks, n - 1 - ranks, 2 * n - 1 - ranks, n + ranks], axis=1)
+        self._runs = np.where(self._lanes < n + case.frozen, 0, m)
+        self._runs[:, :2] = m
         self._block: _Block = _SERIAL
-        self._block_time = np.inf
+        self._block_time = NEVER
         self._lay(_SERIAL)
         self._play()
         for cycle in _CYCLES:
-            core.cycles(self._given, np.array(cycle, np.int64), self._order)
+            core.cycles(self._lanes, self._runs.copy(), np.array(cycle), self._order)
             self._play()
         for turns, hops in product(_TURNS, _HOPS):
             self._shortest_interval((*hops, *turns))
@@ -231,26 +266,30 @@ class _Blocks:
         self._wait()
 
     def _lay(self, block: _Block) -> None:
-        shape, interval = np.array(block[0], np.float64), block[1] * self._work
-        core.block(self._given, self._work / 6, shape, interval, self._order)
+        shape, interval, unit = (
+            np.array(block[0], np.float64),
+            block[1] * self._work,
+            self._work / 6,
+        )
+        runs = self._runs.copy()
+        core.block(self._case, self._lanes, runs, unit, shape, interval, self._order)
 
     def _play(self) -> float:
-        """Return the time of the order, or infinity if memory forbids it."""
-        shortest = np.inf
+        """Return the time of the order, or never if memory forbids it."""
+        shortest = NEVER
         for share in _SHARES:
             self.left -= 1
             time = self._run(share)
-            if time < 0.0:
-                break  # the share only moves W's about: memory is also short with another share
             shortest = min(shortest, time)
+            # The share only moves W's about: memory is also short with another share.
             if time > _HOPELESS * self.time:
                 break
         return shortest
 
     def _run(self, share: float, patient: int = 0) -> float:
-        spaces = self._latest, self._end, self._path, self._trial
-        time = core.play(self._given, self._order, share, patient, *spaces)
-        if 0.0 <= time < self.time:
+        spaces = self._latest, self._end, self._trial
+        time = core.play(self._case, self._order, share, patient, *spaces)
+        if time < self.time:
             self.time, self._share = time, share
             self.ops, self._trial = self._trial, self.ops
         return time
@@ -265,13 +304,13 @@ class _Blocks:
     def _shortest_interval(self, shape: tuple[float, ...]) -> None:
         """Search the shortest interval of a block: most microbatches are on their way at once."""
         low = high = 1.0
-        while self.left > 0 and high < 16 and self._try((shape, high)) == np.inf:
+        while self.left > 0 and high < 16 and self._try((shape, high)) == NEVER:
             low, high = high, high * 2
         for _ in range(_HALVINGS if high > 1.0 else 0):
             if self.left <= 0:
                 return
             middle = (low + high) / 2
-            low, high = (middle, high) if self._try((shape, middle)) == np.inf else (low, middle)
+            low, high = (middle, high) if self._try((shape, middle)) == NEVER else (low, middle)
 
     def _descend(self) -> None:
         """Change the best block one number at a time, by ever smaller steps, while that helps."""
@@ -297,6 +336,28 @@ class _Blocks:
         for rank, row in enumerate(self.ops):
             self._order[rank] = row[row < forward_backward][: self._order.shape[1]]
         self._run(self._share)
-        core.latest_starts(self._given, self._end, self._path, self._latest)
+        self._find_latest()
         for patient in range(1, len(self._case.cap) + 1):
             self._run(self._share, patient)
+
+    def _find_latest(self) -> None:
+        """Compute when each F and B must start at the latest, if W's take no time.
+
+        No rank may end later than the rank that ends last, after one more W of its first stage.
+        """
+        case, end, took = self._case, self._end, self._case.took
+        ranks, lanes = case.rank_of[np.arange(len(end)) % len(case.rank_of)], np.arange(len(end))
+        began, ended = np.full(len(case.cap), NEVER), np.zeros(len(case.cap))
+        np.minimum.at(began, ranks, (end - took[lanes, None]).min(axis=1))
+        np.maximum.at(ended, ranks, np.where(end < NEVER, end, 0.0).max(axis=1))
+        last = took[2 * len(case.rank_of) + case.held[case.first[:-1]]]
+        earliest = began.min() if case.whole else began
+        rest = last - earliest - (ended + (last - earliest)).max()
+        lengths = self._runs.sum(axis=1)
+        ops = self._order[np.arange(self._order.shape[1]) < lengths[:, None]].astype(np.int64)
+        numbers = microbatches_of(ops, case.m)
+        rows = order_lanes(ops, numbers, lengths.tolist(), case.before, case.lag).rows
+        tail, out = np.empty((2, len(rows)))
+        run_back(rows, case.delay, took, rest, tail, out)
+        lane = rows[:, 1]
+        self._latest[lane, rows[:, 2]] = -(tail + took[lane])

@@ -31,22 +31,27 @@ import numpy as np
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic._zero_bubble_loops import (
+from dynmo.schedule.automatic._list_loops import (
     B_FIRST,
-    BY_HAND,
     F_FIRST,
     IN_TURN,
-    SHARE_OF_WAY,
-    UNLIMITED,
-    polish,
-    search,
+    PREFER,
+    SAVE,
+    WAIT,
+    WARM,
 )
-from dynmo.schedule.automatic.case import make_case, schedule_of
+from dynmo.schedule.automatic._zero_bubble_loops import UNLIMITED, polish, search
+from dynmo.schedule.automatic.case import ROUNDING, Case, make_case, schedule_of
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import check_numbers
+from dynmo.schedule.graph import Ints, first_of
 from dynmo.schedule.op import Schedule
 
 NAME = "zb-auto"
+
+
+# How a start counts the warm-up: as a share of the way, or as ZB-H1 and ZB-H2 do.
+SHARE_OF_WAY, BY_HAND = range(2)
 
 
 class Start(NamedTuple):
@@ -83,10 +88,6 @@ _STARTS = (
     Start(SHARE_OF_WAY, 70, 4, 1, B_FIRST),
 )
 
-# A peak is a running sum. It may lie a rounding error above the activations that it stands for.
-# This is half of the share that is allowed for it.
-_ROUNDING = 5e-10
-
 
 def automatic(
     costs: Costs,
@@ -106,30 +107,55 @@ def automatic(
     """
     p, m = len(costs.stages), microbatches
     check_numbers(NAME, p, m, p, first_trainable)
-    limits = _limits(costs, caps, first_trainable)
-    case = make_case(costs, m, range(p), limits, first_trainable, objective)
+    _check_limits(costs, caps, first_trainable)
+    case = make_case(costs, m, range(p), caps, first_trainable, objective)
     # Sizes near the largest number would overflow. A power of two changes no digit.
     _, exponent = math.frexp(max(1e-300, case.took.max(), case.delay.max()))
     unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
-    memory = np.array([(stage.mem_f, stage.mem_f + stage.mem_b) for stage in costs.stages])
+    hold = np.array([stage.mem_f for stage in costs.stages], np.float64)
+    stash = hold + [stage.mem_b for stage in costs.stages]
     case = case._replace(
         took=case.took * unit,
         delay=case.delay * unit,
-        after_delay=case.after_delay * unit,
-        hold=memory[:, 0].astype(np.float64),
-        stash=memory[:, 1].astype(np.float64),
+        change=np.concatenate([hold, stash - hold, -stash]),
+        hold=hold,
+        stash=stash,
     )
     goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
     budget, polish_budget = _budget(p, m)
-    # The time from which each rank's time counts.
-    way = np.cumsum(case.took[: p - 1] + case.delay[1:p, 0])
-    lead = np.concatenate([[0.0], way]) * (objective is Objective.SPAN)
-    order, starts = np.zeros((p, 3 * m), np.int8), np.array(_STARTS, np.int64)
-    best, _ = search(tuple(case), lead, goal, budget, starts, order)
+    order = np.zeros((p, 3 * m), np.int32)
+    best, _ = search(case, goal, budget, *_policies(case), order)
     if best > goal:
-        polish(tuple(case), lead, goal, polish_budget, order)
-    lanes = order.astype(np.int32) * p + np.arange(p, dtype=np.int32)[:, None]
-    return schedule_of(NAME, case, lanes)
+        # The time from which each rank's time counts.
+        way = np.cumsum(case.took[: p - 1] + case.delay[1:p, 0])
+        lead = np.concatenate([[0.0], way]) * (not case.whole)
+        lengths = np.where(np.arange(p) < first_trainable, m, 3 * m)
+        used = np.arange(3 * m) < lengths[:, None]
+        lanes = order[used].astype(np.int64)
+        polish(case, case.delay[None], lead, goal, polish_budget, first_of(lengths.tolist()), lanes)
+        order[used] = lanes
+    return schedule_of(NAME, case, order)
+
+
+def _policies(case: Case) -> tuple[Ints, Ints]:
+    """Returns the policies of `_STARTS`, and the greatest warm-up that each rank's memory takes."""
+    m, p = case.m, len(case.cap)
+    f, b, _ = case.took.reshape(3, -1)
+    # How many F's arrive while the first one is on its way to the last stage and back. The slowest
+    # F up to a rank says how fast they arrive.
+    trip = np.cumsum((f[1:] + b[1:] + 2 * case.delay[1:p, 0])[::-1])[::-1]
+    feed = np.maximum.accumulate(f)
+    way = np.append(trip, 0.0) / np.where(feed > 0, feed, np.inf)
+    limited = (np.arange(p) >= case.frozen) & (case.hold > 0) & (case.cap < m * case.hold)
+    room = np.full(p, m)
+    room[limited] = np.maximum(1, case.cap[limited] / case.hold[limited])
+    policies = np.empty((len(_STARTS), 4, p), np.int64)
+    for policy, (style, size, more, *rest) in zip(policies, _STARTS, strict=True):
+        share = np.ceil(np.minimum(size * way / 100, m)) + more
+        by_hand = size * np.arange(p)[::-1] + 1
+        policy[WARM] = np.clip(share if style == SHARE_OF_WAY else by_hand, 1, room)
+        policy[[WAIT, PREFER, SAVE]] = np.array(rest)[:, None]
+    return policies, room
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
@@ -143,10 +169,10 @@ def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
     return int(110_000 * share), int(80_000 * share)
 
 
-def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> list[float] | None:
+def _check_limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> None:
     p = len(costs.stages)
     if caps is None:
-        return None
+        return
     if len(caps) != p:
         raise ScheduleError(
             f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)"
@@ -154,9 +180,8 @@ def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) ->
     for stage in range(p):
         cost, cap = costs.stages[stage], caps[stage]
         need = 0.0 if stage < first_trainable else max(0.0, cost.held)
-        if not need <= cap * (1 + _ROUNDING):
+        if not need <= cap * ROUNDING:
             raise ScheduleError(
                 f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "
                 f"{cap:.10g}; a limit of {need:.10g} would fit"
             )
-    return [cap * (1 + _ROUNDING) for cap in caps]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import numba
 import numpy as np
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.jit import jit_as
+from dynmo.jit import jit
 from dynmo.schedule.automatic._zero_bubble_loops import polish, search
 from dynmo.schedule.automatic.case import make_case
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
+from dynmo.schedule.graph import first_of
 from dynmo.schedule.op import to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, TABLE_5, fits, stage, times_of
@@ -235,26 +237,28 @@ def test_search_stops_at_its_step_budget() -> None:
     p, m, budget = 6, 20, 30_000
     stages = tuple(StageCost(*rng.uniform(1, 2, 3)) for _ in range(p))
     costs = Costs(stages, tuple(rng.uniform(1, 2, p - 1)))
-    case = tuple(make_case(costs, m, range(p), [7.0] * p, 0, Objective.MAKESPAN))
-    order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2, 99]], np.int64)
-    _, spent = search(case, np.zeros(p), 0.0, budget, starts, order)
+    case = make_case(costs, m, range(p), [7.0] * p, 0, Objective.MAKESPAN)
+    order, room = np.zeros((p, 3 * m), np.int32), np.full(p, m)
+    starts = np.array([[[7] * p, [1] * p, [2] * p, [99] * p]])
+    _, spent = search(case, 0.0, budget, starts, room, order)
     assert budget <= spent <= budget + 5 * 3 * p * m
-    _, replayed = polish(case, np.zeros(p), 0.0, budget, order)
+    lanes, first = order.ravel().astype(np.int64), first_of([3 * m] * p)
+    _, replayed = polish(case, case.delay[None], np.zeros(p), 0.0, budget, first, lanes)
     assert budget <= replayed <= budget + 5 * 3 * p * m
 
 
 def test_compilation_works_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def nowhere(signature: str, cache: bool = False) -> object:
+    def nowhere(cache: bool = False, **options: Any) -> object:
         asked.append(cache)
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return njit(signature)
+        return njit(**options)
 
     njit = numba.njit
     monkeypatch.setattr(numba, "njit", nowhere)
-    assert jit_as("int64(int64)")(lambda x: x + 1)(1) == 2
+    assert jit()(lambda x: x + 1)(1) == 2
     assert asked == [True, False]
 
 
