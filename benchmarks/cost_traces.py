@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
+from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
+from dynmo.cost.profile_file import Profile
+from dynmo.plan.bisection import exact
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
-from dynmo.plan.schedule_aware import PlacementProblem, search
-from dynmo.plan.stage_costs import by_name, pipeline_costs
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Choice, Mesh, Problem, Work
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.simulator import Timeline, simulate
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -138,6 +142,18 @@ def in_halves(placement: Partition) -> Partition:
 # -- placements ------------------------------------------------------------------------------------
 
 
+def profile_of(layers: Layers, link: float | tuple[float, ...] = 0.0) -> Profile:
+    """Returns the costs as a profile. `link` is the time of a message over each boundary."""
+    first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
+    names = tuple(str(i) for i in range(len(layers)))
+    return Profile(layers, names, first, comm=link, microbatch=1)
+
+
+def problem_of(layers: Layers, link: float | tuple[float, ...] = 0.0) -> Problem:
+    """Returns the problem of the shortest makespan. `link` as in `profile_of`."""
+    return Problem(profile_of(layers, link), Work(Objective.MAKESPAN))
+
+
 def timeline(
     layers: Layers,
     placement: Partition,
@@ -146,19 +162,15 @@ def timeline(
     link: float = 0.0,
 ) -> Timeline:
     """Simulates a step. `link` is the time of a message."""
-    costs = pipeline_costs(layers, placement, links=_links(link, placement.stages))
-    return simulate(by_name(schedule, microbatches)(costs), costs)
-
-
-def _links(link: float, ranks: int) -> tuple[LinkCost, ...] | None:
-    return (LinkCost(link, math.inf),) * (ranks - 1) if link else None
+    mesh = Mesh(placement.stages, 1, microbatches, 1, schedule)
+    return evaluate(problem_of(layers, link), Choice(mesh, placement)).timeline
 
 
 def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
     """Simulates a step whose ranks all have the same part of all work."""
     f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
     costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
-    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+    return simulate(make("zb-h1", ranks, microbatches), costs)
 
 
 def best(
@@ -170,11 +182,10 @@ def best(
     link: float = 0.0,
 ) -> Partition:
     """Searches the placement with the shortest makespan. `link` is the time of a message."""
-    make, links = by_name(schedule, microbatches), _links(link, ranks)
-    problem = PlacementProblem(
-        layers, ranks, make, links=links, objective=Objective.MAKESPAN, current=current
-    )
-    return search(problem).partition
+    mesh = Mesh(ranks, 1, microbatches, 1, schedule)
+    # A search goes on from the present placement. Without one, that is the least bottleneck.
+    current = current or exact([x.seconds for x in layers], ranks)
+    return place(problem_of(layers, link), mesh, current).partition
 
 
 def bottleneck(layers: Layers, placement: Partition) -> float:

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
-from benchmarks.cost_traces import Layers, in_halves
-from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.plan.balance_request import BalanceRequest, balancer
+from benchmarks.cost_traces import Layers, in_halves, problem_of
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
+from dynmo.plan.evaluate import evaluate, pipeline_costs
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.stage_costs import by_name, pipeline_costs
-from dynmo.schedule.bounds import Objective
+from dynmo.plan.problem import Choice, Mesh
 from dynmo.schedule.op import Op, Schedule, in_order
 from dynmo.schedule.simulator import lane_times
 
@@ -36,19 +35,13 @@ def base_of(where: str, share: float, blocks: int, ranks: int) -> list[float]:
 
 
 def placements(layers: Layers, means: Sequence[float], ranks: int) -> dict[str, Partition]:
-    # Costs of a trace have no sizes, so a link's time is its latency.
-    request = BalanceRequest(
-        layers,
-        in_halves(uniform(len(layers) // 2, ranks)),
-        make=by_name("zb-h1", 2 * ranks),
-        links=tuple(LinkCost(mean, math.inf) for mean in means),
-        objective=Objective.MAKESPAN,
-    )
+    problem, static = problem_of(layers, tuple(means)), in_halves(uniform(len(layers) // 2, ranks))
+    now = evaluate(problem, Choice(Mesh(ranks, 1, 2 * ranks, 1, "zb-h1"), static))
     return {
-        "static": request.current,
-        "no links": exact(request.weights, ranks, current=request.current),
-        "diffusion": balancer("diffusion")(request),
-        "exact": balancer("exact")(request),
+        "static": static,
+        "no links": exact([x.seconds for x in layers], ranks, current=static),
+        "diffusion": balancer("diffusion")(problem, now),
+        "exact": balancer("exact")(problem, now),
     }
 
 

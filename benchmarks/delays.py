@@ -29,9 +29,7 @@ from benchmarks.delay_model import base_of, makespan, placements
 from benchmarks.delays_emulated import emulated_table
 from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.cost.layer_cost import LayerCost
-from dynmo.plan.partition import uniform
-from dynmo.plan.stage_costs import by_name, pipeline_costs
+from dynmo.schedule.catalogue import make
 
 BLOCKS, RANKS = 48, 24
 FACTORS = (1, 2, 3, 4)
@@ -43,7 +41,7 @@ EMULATED = 8  # ranks
 def row(where: str, share: float, factor: int, stride: int, draws: int) -> dict[str, Any]:
     base = base_of(where, share, BLOCKS, RANKS)
     means = [seconds * (1 + factor) / 2 for seconds in base]
-    schedule = by_name("zb-h1", 2 * RANKS)(pipeline_costs(LAYERS, uniform(RANKS, RANKS)))
+    schedule = make("zb-h1", RANKS, 2 * RANKS)
     total: dict[str, float] = dict.fromkeys(("static", *SIDES), 0.0)
     for layers in trace("early_exit", BLOCKS, 2048)[::stride]:
         for name, placement in placements(layers, means, RANKS).items():
@@ -51,9 +49,6 @@ def row(where: str, share: float, factor: int, stride: int, draws: int) -> dict[
                 total[name] += makespan(schedule, layers, placement, base, factor, seed)
     gains = {name: total["static"] / total[name] for name in SIDES}
     return {"where": where, "base": share, "factor": factor, "static": total["static"]} | gains
-
-
-LAYERS = (LayerCost(1.0, 1.0, 1.0),) * RANKS
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

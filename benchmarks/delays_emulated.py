@@ -22,9 +22,10 @@ from benchmarks.cost_traces import trace
 from benchmarks.delay_model import base_of, drawn, makespan, placements
 from benchmarks.output import markdown
 from benchmarks.traces_emulated import in_turn, sleeping_pipeline
-from dynmo.plan.stage_costs import by_name, pipeline_costs
+from dynmo.plan.evaluate import pipeline_costs
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.world import World
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.lowering import Channel
 
 BLOCKS, MOMENT, DRAWS = 48, 18, 10
@@ -84,7 +85,7 @@ def _row(
 
     with late(delay):
         times, _ = in_turn(world, {k: (pipeline, x) for k, x in placed.items()}, pairs, steps)
-    schedule = by_name("zb-h1", 2 * ranks)(costs["static"])
+    schedule = make("zb-h1", ranks, 2 * ranks)
     simulated = {
         name: unit * fmean(makespan(schedule, layers, x, base, factor, i) for i in range(DRAWS))
         for name, x in placed.items()

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from benchmarks.ragged import Step
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.gathering import gather
-from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.decisions import propose
+from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
@@ -115,14 +113,8 @@ def own_side(
 
 def balanced(side: OwnSide) -> Partition:
     """Returns the placement that dynmo's own balancer proposes, by the costs of a side."""
-    layout = side.engine.store.layout
-    keeper = side.engine.schedule_keeper
-    options = PipelineOptions(
-        microbatches=layout.microbatches,
-        pipeline=layout.ranks,
-        schedule=cast(Any, keeper.on(side.cut).name),
-    )
-    return propose(gather(options, side.engine, side.costs, step=0))
+    now = side.engine.schedule_keeper.plan(side.cut, side.costs)
+    return balancer("exact")(now.problem, now)
 
 
 def replayed(schedule: Schedule, seconds: Mapping[Op, float], links: Sequence[float]) -> float:

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.cost_traces import profile_of
 from benchmarks.harness import run_ranks
 from benchmarks.output import main
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.bisection import exact
-from dynmo.plan.make_plan import make_plan
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.plan_request import PlanRequest
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Mesh, Problem
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
@@ -132,9 +132,8 @@ def balanced(
 
 
 def _in_a_v(costs: tuple[LayerCost, ...], ranks: int, microbatches: int) -> Partition:
-    first = next(i for i, cost in enumerate(costs) if cost.b or cost.w)
-    profile = Profile(costs, tuple(str(i) for i in range(len(costs))), first_trainable=first)
-    return make_plan(PlanRequest(profile, ranks, microbatches, "v-auto")).partition
+    mesh = Mesh(ranks, 1, microbatches, 1, "v-auto")
+    return place(Problem(profile_of(costs)), mesh).partition
 
 
 def _gains(

@@ -28,18 +28,15 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks import cost_traces
-from benchmarks.cost_traces import Layers, in_blocks, name_of, trace
+from benchmarks.cost_traces import Layers, in_blocks, name_of, profile_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.cost.profile_file import Profile
 from dynmo.plan.bisection import chunked, exact, flow_bound
-from dynmo.plan.make_plan import make_plan
-from dynmo.plan.partition import stage_loads, uniform
-from dynmo.plan.plan_request import Plan, PlanRequest
-from dynmo.plan.stage_costs import by_name, frozen_stages, pipeline_costs
-from dynmo.plan.stage_plan import one_microbatch, roomy_caps, with_unit_memory
+from dynmo.plan.evaluate import Plan, evaluate, one_microbatch, with_unit_memory
+from dynmo.plan.partition import Partition, stage_loads, uniform
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.schedule.automatic.exact import exact as exact_schedule
-from dynmo.schedule.catalogue import make
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.simulator import simulate
 
@@ -63,12 +60,15 @@ def row(
 ) -> dict[str, Any]:
     layers, m = trace(case, blocks, sequence)[moment], times * ranks
     perfect = m * math.fsum(layer.seconds for layer in layers) / ranks
-    seconds = {name: _even(name, layers, blocks, ranks, m) for name in ("1f1b", "zb-h1")}
+    even, weights = uniform(blocks, ranks), [layer.seconds for layer in layers]
+    seconds = {name: timeline(in_blocks(layers), even, m, name).span for name in ("1f1b", "zb-h1")}
     contiguous = _plan("zb-auto", layers, ranks, m)
     ours = _plan("v-auto", layers, ranks, m) if len(layers) >= 2 * ranks else contiguous
     ours = min(contiguous, ours, key=lambda plan: plan.step)
     seconds |= {
-        "contiguous": min(contiguous.step, _even_contiguous(layers, ranks, m)),
+        "contiguous": min(
+            contiguous.step, _span("zb-auto", layers, ranks, m, exact(weights, ranks))
+        ),
         "V, even": _even_v(layers, ranks, m),
         "ours": ours.step,
         "bound": _bound(layers, ranks, m),
@@ -88,36 +88,20 @@ def row(
     }
 
 
-def _even(name: str, layers: Layers, blocks: int, ranks: int, m: int) -> float:
-    costs = pipeline_costs(in_blocks(layers), uniform(blocks, ranks))
-    return simulate(by_name(name, m)(costs), costs).span
-
-
 def _plan(schedule: str, layers: Layers, ranks: int, m: int) -> Plan:
-    first = next(i for i, layer in enumerate(layers) if layer.b or layer.w)
-    names = tuple(str(i) for i in range(len(layers)))
-    return make_plan(PlanRequest(Profile(layers, names, first_trainable=first), ranks, m, schedule))
+    return place(Problem(profile_of(layers)), Mesh(ranks, 1, m, 1, schedule))
 
 
-def _even_contiguous(layers: Layers, ranks: int, m: int) -> float:
-    weights = [layer.seconds for layer in layers]
-    costs = with_unit_memory(pipeline_costs(layers, exact(weights, ranks)))
-    caps = roomy_caps(costs, range(ranks))
-    schedule = make(
-        "zb-auto", ranks, m, costs=costs, caps=caps, first_trainable=frozen_stages(costs)
-    )
-    return simulate(schedule, costs).span
+def _span(schedule: str, layers: Layers, ranks: int, m: int, partition: Partition) -> float:
+    choice = Choice(Mesh(ranks, 1, m, 1, schedule), partition)
+    return evaluate(Problem(profile_of(layers)), choice).step
 
 
 def _even_v(layers: Layers, ranks: int, m: int) -> float:
     if len(layers) < 2 * ranks:
         return math.inf
-    weights = [layer.seconds for layer in layers]
-    costs = pipeline_costs(layers, chunked(weights, v_stage_ranks(ranks)).partition)
-    schedule = make(
-        "zb-v", ranks, m, costs=with_unit_memory(costs), first_trainable=frozen_stages(costs)
-    )
-    return simulate(schedule, costs).span
+    even = chunked([layer.seconds for layer in layers], v_stage_ranks(ranks))
+    return _span("zb-v", layers, ranks, m, even.partition)
 
 
 def _bound(layers: Layers, ranks: int, m: int) -> float:

@@ -18,44 +18,41 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.baselines.placements import in_order, published_diffusion
+from benchmarks.cost_traces import profile_of
 from benchmarks.output import markdown
-from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balance_request import BalanceRequest, balancer
+from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
 from dynmo.plan.diffusion import diffuse
-from dynmo.plan.partition import Partition, imbalance, stage_loads, uniform
-from dynmo.plan.stage_costs import by_name, pipeline_costs
-from dynmo.schedule.simulator import simulate
+from dynmo.plan.evaluate import Plan, evaluate
+from dynmo.plan.partition import Partition, stage_loads, uniform
+from dynmo.plan.problem import Choice, Mesh, Problem
 
 LAYERS = (LayerCost(1.0, 1.0, 1.0, output_bytes=1),) * 24
 LINKS = (0, 4, 8, 12)
-MAKE = by_name("zb-h1", 8)
+MESH = Mesh(4, 1, 8, 1, "zb-h1")
 RANKS = (4, 8, 16, 24)
-
-
-def links_of(middle: float) -> tuple[LinkCost, ...]:
-    return tuple(LinkCost(seconds, math.inf) for seconds in (0.0, middle, 0.0))
 
 
 def lemma_1(links: Sequence[int] = LINKS) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for link in links:
-        request = BalanceRequest(LAYERS, uniform(24, 4), make=MAKE, links=links_of(link))
-        sides = {"least load": exact(request.weights, 4)}
-        sides |= {name: balancer(name)(request) for name in ("exact", "diffusion")}
-        rows.append({"link": link} | {name: _timed(x, link) for name, x in sides.items()})
+        problem = Problem(profile_of(LAYERS, (0.0, link, 0.0)))
+        now = evaluate(problem, Choice(MESH, uniform(24, 4)))
+        sides = {"least load": exact([x.seconds for x in LAYERS], 4)}
+        sides |= {name: balancer(name)(problem, now) for name in ("exact", "diffusion")}
+        plans = {name: evaluate(problem, Choice(MESH, x)) for name, x in sides.items()}
+        rows.append({"link": link} | {name: _figures(plan) for name, plan in plans.items()})
     return rows
 
 
-def _timed(partition: Partition, link: float) -> dict[str, Any]:
-    costs = pipeline_costs(LAYERS, partition, links=links_of(link))
-    timeline = simulate(MAKE(costs), costs)
+def _figures(plan: Plan) -> dict[str, Any]:
     return {
-        "layers": partition.counts,
-        "imbalance": imbalance([3.0 * count for count in partition.counts]),
-        "span": timeline.span,
-        "idle": timeline.idle_ratio,
+        "layers": plan.partition.counts,
+        "imbalance": plan.imbalance,
+        "span": plan.step,
+        "idle": plan.timeline.idle_ratio,
     }
 
 

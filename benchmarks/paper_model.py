@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import cache
 
 import dynmo
+from benchmarks.cost_traces import profile_of
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.plan.partition import uniform
-from dynmo.plan.stage_plan import StageRequest
+from dynmo.plan.evaluate import Replica
+from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.problem import Mesh, Problem, Work
 from dynmo.schedule.catalogue import full_schedule
 
 HIDDEN, HEADS, SEQUENCE, MICROBATCH, VOCABULARY = 1024, 32, 2048, 2, 50257
@@ -54,6 +56,7 @@ def memory(blocks: int, ranks: int, stored: bool = False, schedule: str = "zb-h1
     counts = [2 * count for count in uniform(blocks, ranks).counts]
     counts[0] += 1
     counts[-1] += 1
-    request = StageRequest(schedule, ranks, PER_RANK * ranks, accumulation_groups=1)
-    made = full_schedule(schedule, ranks, PER_RANK * ranks)
-    return max(request.memory(layers_of(blocks, stored), counts, made))
+    layers, made = layers_of(blocks, stored), full_schedule(schedule, ranks, PER_RANK * ranks)
+    problem = Problem(profile_of(layers), Work(accumulation_groups=1))
+    replica = Replica(problem, Mesh(ranks, 1, PER_RANK * ranks, 1, schedule))
+    return max(replica.memory(layers, Partition(tuple(counts)), made))

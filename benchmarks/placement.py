@@ -28,22 +28,22 @@ from typing import Any
 
 from benchmarks import lemmas
 from benchmarks.baselines.placements import algorithm_3, deepspeed_time, published_diffusion
-from benchmarks.cost_traces import timeline, trace
+from benchmarks.cost_traces import problem_of, profile_of, timeline, trace
 from benchmarks.harness import elapsed
 from benchmarks.output import add_number, parser_of, run, show
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balance_request import Balancer, BalanceRequest, balancer
+from dynmo.plan.balancers import Balancer, balancer
 from dynmo.plan.bisection import chunked, exact
 from dynmo.plan.diffusion import diffuse
+from dynmo.plan.evaluate import evaluate, freeze
 from dynmo.plan.partition import Partition, stage_loads, uniform
-from dynmo.plan.schedule_aware import PlacementProblem, search
-from dynmo.plan.stage_costs import by_name, freeze, pipeline_costs
-from dynmo.schedule.bounds import Objective
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.schedule.memory import MemoryLimits
-from dynmo.schedule.simulator import simulate
 
 RANKS = 24
+MESH = Mesh(RANKS, 1, 2 * RANKS, 1, "zb-h1")
 WEIGHTS: dict[str, Callable[[random.Random], float]] = {
     "uniform": lambda draw: draw.random(),
     "lognormal": lambda draw: draw.lognormvariate(0, 1),
@@ -258,7 +258,7 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for name in ("1f1b", "zb-h1", "zb-h2"):
         for microbatches in (6, 12, 20):
-            draw, make = random.Random(3), by_name(name, microbatches)
+            draw, mesh = random.Random(3), Mesh(5, 1, microbatches, 1, name)
             best: list[float] = []
             worst: list[float] = []
             for _ in range(cases):
@@ -268,13 +268,13 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
                 every = (
                     Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4)
                 )
-                costs = [
-                    pipeline_costs(layers, x)
+                problem = Problem(profile_of(layers))
+                spans = [
+                    evaluate(problem, Choice(mesh, x)).step
                     for x in every
                     if max(stage_loads(weights, x)) <= least
                 ]
-                spans = [simulate(make(x), x).span for x in costs]
-                seconds = search(PlacementProblem(layers, 5, make)).seconds
+                seconds = place(problem, mesh).step
                 best.append(min(spans) / seconds - 1)
                 worst.append(max(spans) / seconds - 1)
             out.append(
@@ -306,11 +306,11 @@ def trace_row(case: str) -> dict[str, Any]:
         total["equal shares"] += sum(halves) / RANKS
         held = published_diffusion(halves, current).ranks
         total["algorithm-3 (loads)"] += max(sum(halves[i] for i in own) for own in held)
+        problem = problem_of(layers)
+        now = evaluate(problem, Choice(MESH, current))
         for name in _BALANCERS:
             try:
-                total[name] += max(
-                    stage_loads(halves, _BALANCERS[name](BalanceRequest(layers, current)))
-                )
+                total[name] += max(stage_loads(halves, _BALANCERS[name](problem, now)))
             except PartitionError:
                 refused[name] += 1
     gains = {name: None if refused.get(name) else base / x for name, x in total.items()}
@@ -332,12 +332,12 @@ def simulated_row(case: str) -> dict[str, Any]:
 
     The schedule is ZB-H1 with 48 microbatches, at a moment in six.
     """
-    make = by_name("zb-h1", 48)
     base = blind = seeing = 0.0
     for layers in trace(case, 48, 2048)[::6]:
         base += timeline(layers, uniform(96, RANKS), 48).makespan
-        result = search(PlacementProblem(layers, RANKS, make, objective=Objective.MAKESPAN))
-        blind, seeing = blind + result.started, seeing + result.seconds
+        problem = problem_of(layers)
+        blind += place(problem, MESH, quick=True).step
+        seeing += place(problem, MESH).step
     return {"exact": base / blind, "schedule-aware": base / seeing}
 
 

@@ -18,8 +18,8 @@ from benchmarks.harness import medians
 from benchmarks.output import markdown
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
+from dynmo.plan.evaluate import pipeline_costs
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.stage_costs import pipeline_costs
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

@@ -51,8 +51,8 @@ from benchmarks.published import PUBLISHED
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan._replay import replay as compiled_replay
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.plan.workload import LayerSection, Moment, Policy, ReplayResult, Workload, replay
+from dynmo.schedule.catalogue import make
 
 CASES = ("early_exit", "mixture_of_depths")
 SEQUENCE = 2048
@@ -127,8 +127,7 @@ class Placements:
         self.ranks, self.microbatches = ranks, 2 * ranks
         self.even = in_halves(uniform(blocks, ranks))
         # ZB-H1 orders the ops in the same way whatever they cost, so one schedule serves all.
-        costs = pipeline_costs(dense(blocks, SEQUENCE), self.even)
-        self._schedule = by_name("zb-h1", self.microbatches)(costs)
+        self._schedule = make("zb-h1", ranks, self.microbatches)
         self._sends = np.zeros((ranks, 2 * blocks + 1))
         self.place = cache(self._place)
         self._works = cache(self._sums)

@@ -32,8 +32,8 @@ from benchmarks.output import main, markdown
 from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepEvent
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
-from dynmo.plan.make_plan import make_plan
-from dynmo.plan.plan_request import PlanRequest
+from dynmo.plan.placement import place
+from dynmo.plan.problem import Problem, Work
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
 
@@ -149,15 +149,8 @@ class _Run:
         if seconds is not None:
             layers = tuple(replace(x, f=seconds, b=seconds, w=seconds) for x in profile.layers)
             profile = replace(profile, layers=layers)
-        request = PlanRequest(
-            profile,
-            len(speeds),
-            MICROBATCHES,
-            SCHEDULE,
-            objective=Objective.MAKESPAN,
-            speeds=speeds,
-        )
-        best = make_plan(request)
+        problem = Problem(profile, Work(Objective.MAKESPAN), speeds=speeds)
+        best = place(problem, problem.mesh(len(speeds), MICROBATCHES, SCHEDULE))
         reached = median(settled[-max(1, len(settled) // 2) :])
         return {
             "even_seconds": median(even),

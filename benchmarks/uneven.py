@@ -24,13 +24,9 @@ from benchmarks.executor import timed
 from benchmarks.harness import alternate, medians, run_ranks
 from benchmarks.output import main
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.gathering import gather
-from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.balance_request import BalanceRequest, balancer
-from dynmo.plan.decisions import balance_request
+from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
@@ -117,24 +113,16 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
     It is the better of zb-auto and ZB-V, each with its own placement. Both schedules are made from
     costs and keep no more than 1F1B does.
     """
-    layers = pipelines["zb-h1"].costs()
-    targets = {
-        name: balancer("exact")(_request(name, pipelines[name], layers))
-        for name in ("zb-auto", "zb-v")
-    }
+    layers, targets = pipelines["zb-h1"].costs(), dict[str, Partition]()
+    for name in ("zb-auto", "zb-v"):
+        pipeline = pipelines[name]
+        now = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, layers)
+        targets[name] = balancer("exact")(now.problem, now)
     chosen = min(
         targets,
         key=lambda name: pipelines[name].schedule_keeper.predict(layers, targets[name]).makespan,
     )
     return chosen, targets[chosen]
-
-
-def _request(name: Any, pipeline: Engine, layers: tuple[LayerCost, ...]) -> BalanceRequest:
-    layout = pipeline.store.layout
-    options = PipelineOptions(
-        microbatches=layout.microbatches, pipeline=layout.ranks, schedule=name
-    )
-    return balance_request(gather(options, pipeline, layers, step=0), layers)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

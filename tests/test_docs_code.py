@@ -20,13 +20,11 @@ from torch import nn
 
 import dynmo
 from dynmo.config import parse
-from dynmo.cost.layer_cost import LayerCost, uniform_costs
+from dynmo.cost.layer_cost import uniform_costs
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
 from dynmo.plan import balancers
-from dynmo.plan.balance_request import BalanceRequest
-from dynmo.plan.partition import Partition
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule import catalogue
 from dynmo.schedule.op import validate
@@ -34,6 +32,7 @@ from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of, plan_run
 from tests.cli.runs import free_port
 from tests.combinations import mostly_matrix
+from tests.plan.test_balancers import FROZEN, now
 from tests.runtime.alone import pipeline, tokens
 
 pytestmark = pytest.mark.docs
@@ -336,10 +335,8 @@ def test_contributed_schedule_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contributed_balancer_balances() -> None:
-    frozen, trained = LayerCost(1.0, 0.0, 0.0), LayerCost(1.0, 1.0, 1.0)
-    request = BalanceRequest((frozen,) * 3 + (trained,) * 3, Partition((1, 5)))
     names = contributed(balancers, "plan/balancers.py")
-    assert names["_greedy"](request).counts == (4, 2)
+    assert names["_greedy"](*now(FROZEN, (1, 5))).counts == (4, 2)
 
 
 def test_contributed_case_freezes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,13 @@ from itertools import accumulate, pairwise
 
 from dynmo.cli.placement_formats import blocks_of
 from dynmo.errors import PartitionError
-from dynmo.plan.balance_request import Balancer, BalanceRequest
+from dynmo.plan.balancers import Balancer
 from dynmo.plan.diffusion import weight_sums
+from dynmo.plan.evaluate import Plan
 from dynmo.plan.partition import Cost, Move, Partition, weigh
+from dynmo.plan.problem import Problem
+from dynmo.schedule.memory import MemoryLimits
+from dynmo.schedule.simulator import resident
 
 TOLERANCE = 1e-3
 
@@ -267,70 +271,60 @@ def forced(balance: Balancer) -> Balancer:
 
 
 @forced
-def deepspeed_uniform(request: BalanceRequest) -> Partition:
-    bounds = uniform_bounds(len(request.layers), request.current.stages)
+def deepspeed_uniform(problem: Problem, now: Plan) -> Partition:
+    bounds = uniform_bounds(len(now.layers), now.partition.stages)
     return placement(bounds, "DeepSpeed's uniform placement")
 
 
-def _deepspeed(request: BalanceRequest, cost: Cost) -> Partition:
-    bounds = balanced_bounds(weigh(request.layers, cost), request.current.stages)
+def _deepspeed(now: Plan, cost: Cost) -> Partition:
+    bounds = balanced_bounds(weigh(now.layers, cost), now.partition.stages)
     return placement(bounds, f"DeepSpeed's placement by {cost}")
 
 
-def deepspeed_parameters(request: BalanceRequest) -> Partition:
-    return _deepspeed(request, "parameters")
+def deepspeed_parameters(problem: Problem, now: Plan) -> Partition:
+    return _deepspeed(now, "parameters")
 
 
-def deepspeed_time(request: BalanceRequest) -> Partition:
-    return _deepspeed(request, "time")
+def deepspeed_time(problem: Problem, now: Plan) -> Partition:
+    return _deepspeed(now, "time")
 
 
 def deepspeed_type(pattern: str) -> Balancer:
     """The balancer that goes by the layers whose names match a regular expression."""
 
-    def balance(request: BalanceRequest) -> Partition:
-        bounds = type_bounds(request.names, pattern, request.current.stages)
+    def balance(problem: Problem, now: Plan) -> Partition:
+        bounds = type_bounds(problem.profile.names, pattern, now.partition.stages)
         return placement(bounds, f"DeepSpeed's placement by type:{pattern}")
 
     return balance
 
 
-def _megatron(request: BalanceRequest, counted: bool) -> Partition:
-    names = request.names or ("",) * len(request.layers)
-    return megatron_placement(names, request.current.stages, embedding=counted, loss=counted)
+@forced
+def megatron_uniform(problem: Problem, now: Plan) -> Partition:
+    return megatron_placement(problem.profile.names, now.partition.stages)
 
 
 @forced
-def megatron_uniform(request: BalanceRequest) -> Partition:
-    return _megatron(request, counted=False)
-
-
-@forced
-def megatron_embedding_loss(request: BalanceRequest) -> Partition:
-    return _megatron(request, counted=True)
-
-
-def algorithm_3(request: BalanceRequest) -> Partition:
-    sizes = (
-        None
-        if request.memory_limit is None
-        else [x.static_bytes + x.activation_bytes for x in request.layers]
-    )
-    return in_order(
-        published_diffusion(
-            request.weights, request.current, layer_bytes=sizes, limits=request.memory_limit
-        )
+def megatron_embedding_loss(problem: Problem, now: Plan) -> Partition:
+    return megatron_placement(
+        problem.profile.names, now.partition.stages, embedding=True, loss=True
     )
 
 
+def algorithm_3(problem: Problem, now: Plan) -> Partition:
+    weights, limits = weigh(now.layers, problem.work.cost), now.replica.limits
+    sizes = None if limits is None else [x.static_bytes + x.activation_bytes for x in now.layers]
+    return in_order(published_diffusion(weights, now.partition, layer_bytes=sizes, limits=limits))
+
+
 @forced
-def random(request: BalanceRequest) -> Partition:
+def random(problem: Problem, now: Plan) -> Partition:
     """Any other placement that fits, each with the same chance.
 
-    Returns `current` if there is no other. The generator is a hash of (seed, step), so it is the
-    same on every rank.
+    Returns the present one if there is no other. The generator is a hash of (seed, step), so it is
+    the same on every rank.
     """
-    layers, ranks, memory = len(request.layers), request.current.stages, request.memory
+    layers, ranks, memory = len(now.layers), now.partition.stages, _room(now)
 
     def room(stage: int, start: int) -> int:
         last = layers - (ranks - 1 - stage)
@@ -354,14 +348,15 @@ def random(request: BalanceRequest) -> Partition:
     # Placements are numbered in lexicographic order. The number of the current one is skipped.
     fits = memory is None or all(
         memory.fits(s, span.start, span.stop)
-        for s, span in enumerate(map(request.current.range_of, range(ranks)))
+        for s, span in enumerate(map(now.partition.range_of, range(ranks)))
     )
     total = ways[0][0] - fits
     if total < 1:
-        return request.current
-    digest = hashlib.sha256(f"balancer random {request.seed} {request.step}".encode()).digest()
+        return now.partition
+    work = problem.work
+    digest = hashlib.sha256(f"balancer random {work.seed} {work.step}".encode()).digest()
     number = int.from_bytes(digest) % total
-    bounds = request.current.bounds
+    bounds = now.partition.bounds
     own = sum(below[s][bounds[s + 1]] - below[s][bounds[s] + 1] for s in range(ranks))
     if fits and number >= own:
         number += 1
@@ -373,3 +368,13 @@ def random(request: BalanceRequest) -> Partition:
             end += 1
         picked.append(end)
     return Partition.from_bounds(picked)
+
+
+def _room(now: Plan) -> MemoryLimits | None:
+    """The limits of the stages, less the largest workspace. None: there are none."""
+    limits = now.replica.limits
+    if limits is None:
+        return None
+    aside = max((layer.workspace_bytes for layer in now.layers), default=0)
+    of_stages = tuple(max(0, limits[rank] - aside) for rank in now.stage_ranks)
+    return MemoryLimits(now.layers, resident(now.schedule), of_stages)

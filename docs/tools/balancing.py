@@ -14,9 +14,10 @@ from benchmarks.output import PICTURES, pyplot, save_picture
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.bisection import Chain, exact
 from dynmo.plan.diffusion import diffuse
+from dynmo.plan.evaluate import pipeline_costs
 from dynmo.plan.partition import Partition
-from dynmo.plan.stage_costs import by_name, pipeline_costs
 from dynmo.plan.trigger import worth_moving
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Timeline, simulate
 
@@ -87,9 +88,8 @@ def diffusion(path: Path) -> None:
 
 
 def timelines() -> list[Timeline]:
-    make = by_name("1f1b", 4)
-    costs = [pipeline_costs(HEAVY, placement) for placement in TIED]
-    return [simulate(make(x), x) for x in costs]
+    schedule = make("1f1b", 3, 4)
+    return [simulate(schedule, pipeline_costs(HEAVY, placement)) for placement in TIED]
 
 
 def schedule_aware(path: Path) -> None:

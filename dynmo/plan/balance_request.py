@@ -9,16 +9,19 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
 from dynmo.plan.bisection import chunked, exact
 from dynmo.plan.diffusion import diffuse
+from dynmo.plan.evaluate import Plan, evaluate, pipeline_costs
 from dynmo.plan.options import BALANCERS, OWN_BALANCER
 from dynmo.plan.partition import Cost, Partition, uniform, weigh
+from dynmo.plan.problem import Choice, Mesh, Problem, Work
 from dynmo.plan.schedule_aware import PlacementProblem, faster, search
 from dynmo.plan.stage_costs import Make, by_name
 from dynmo.schedule.bounds import Objective
@@ -262,12 +265,30 @@ def is_forced(name: str) -> bool:
     )
 
 
+def _asked(request: BalanceRequest) -> tuple[Problem, Plan]:
+    stage_ranks = request.stage_ranks or tuple(range(request.current.stages))
+    ranks, limits = max(stage_ranks) + 1, request.memory_limit
+    names = request.names or ("",) * len(request.layers)
+    work = Work(request.objective, cost=request.cost, seed=request.seed, step=request.step)
+    problem = Problem(
+        Profile(request.layers, names, request.first_trainable_layer, microbatch=1),
+        replace(work, chunks=len(stage_ranks) // ranks),
+        None if limits is None else tuple(limits[stage_ranks.index(r)] for r in range(ranks)),
+    )
+    mesh = Mesh(ranks, 1, 1, 1, "1f1b")
+    if request.make is not None:
+        made = request.make(pipeline_costs(request.layers, request.current))
+        mesh = replace(mesh, microbatches=made.microbatches, schedule=made.name)
+    return problem, evaluate(problem, Choice(mesh, request.current))
+
+
 @cache
 def _own(name: str) -> Balancer:
     given = find_own("balancer", name)
 
     def balance(request: BalanceRequest) -> Partition:
-        partition, layers, stages = given(request), request.current.layers, request.current.stages
+        layers, stages = request.current.layers, request.current.stages
+        partition = given(*_asked(request))
         if not isinstance(partition, Partition) or (layers, stages) != (
             partition.layers,
             partition.stages,

@@ -16,8 +16,8 @@ import torch
 from dynmo.cases import CASES
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
-from dynmo.plan.make_plan import make_plan
-from dynmo.plan.plan_request import PlanRequest
+from dynmo.plan.best import plan_on
+from dynmo.plan.problem import Allowed, Problem
 
 
 def prepare() -> None:
@@ -44,16 +44,8 @@ def plan(schedule: str, balancer: str = "exact", limit: int | None = None) -> No
         for i in range(12)
     )
     profile = Profile(layers, tuple(map(str, range(len(layers)))))
-    make_plan(
-        PlanRequest(
-            profile,
-            ranks=3,
-            microbatches=6,
-            schedule=schedule,
-            balancer=balancer,
-            memory_limit=limit,
-        )
-    )
+    problem = Problem(profile, memory_limit=limit)
+    plan_on(problem, problem.mesh(3, 6, schedule), Allowed(3, 1, balancer=balancer))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """Tests of the balancers in the registry: placements, limits, purity and errors."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import ConfigError, PartitionError
-from dynmo.options import find_own
-from dynmo.plan.balance_request import BalanceRequest, balancer, is_forced
+from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.options import BALANCERS
 from dynmo.plan.partition import Partition
 from dynmo.plan.stage_costs import by_name, pipeline_costs
@@ -130,48 +127,6 @@ def test_fast_links_change_no_placement(seconds: float):
     for name in ("exact", "diffusion"):
         quick, blind = replace(uneven, quick=True), replace(without, quick=True)
         assert balancer(name)(quick) == balancer(name)(blind)
-
-
-def own(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
-    """Writes a module and returns the way to its `place`."""
-    (folder / f"{name}.py").write_text(f"from dynmo.plan.partition import Partition\n{text}")
-    monkeypatch.syspath_prepend(folder)
-    return f"python:{name}:place"
-
-
-def test_own_balancer_places_and_is_held_to_the_memory(tmp_path, monkeypatch):
-    way = own("def place(request):\n    return Partition((2, 2))", tmp_path, monkeypatch, "own_ok")
-    request = limited([4, 4, 1, 1], (1, 3), (8, 99))
-    assert balancer(way)(request).counts == (2, 2)
-    assert not is_forced(way)
-    with pytest.raises(PartitionError, match=r"stage 0 .* needs 8 bytes, its limit is 5"):
-        balancer(way)(replace(request, memory_limit=(5, 99)))
-    with pytest.raises(ConfigError, match="return a Partition of all 6 layers on 2 stages"):
-        balancer(way)(REQUEST)
-    assert is_forced("python:benchmarks.baselines.placements:random")
-    assert is_forced("uniform")
-    assert not is_forced("exact")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("place = 3", "wrong has no function place"),
-        ("raise OSError('gone')", "importing wrong raised OSError: gone"),
-        (
-            "def place(request):\n    return [2, 2]",
-            r"returned \[2, 2\]; return a Partition of all 4",
-        ),
-        ("def place(request):\n    return 1 / 0", r"raised ZeroDivisionError.* \(wrong.py:3\)"),
-        ("def place():\n    return 1", "raised TypeError"),
-    ],
-)
-def test_wrong_balancer_of_your_own_is_refused_at_once(tmp_path, monkeypatch, text, says):
-    monkeypatch.delitem(sys.modules, "wrong", raising=False)
-    find_own.cache_clear()
-    way = own(text, tmp_path, monkeypatch, "wrong")
-    with pytest.raises(ConfigError, match=f"balancer '{way}': .*{says}|balancer '{way}': {says}"):
-        balancer(way)
 
 
 @pytest.mark.parametrize(

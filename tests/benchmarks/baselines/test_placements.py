@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,10 +22,9 @@ from benchmarks.baselines.placements import (
 )
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balance_request import BalanceRequest, balancer
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, stage_loads
-from tests.plan.test_balance_request import REQUEST, limited
+from tests.plan.test_balancers import FROZEN, ONE, Now, limited, now
 from tests.plan.test_diffusion import cases, many
 
 NAMES = (
@@ -131,64 +130,57 @@ def test_each_baseline():
     by_time = ("deepspeed_time", "algorithm_3")
     for names, counts in (((*by_count, "megatron_embedding_loss"), (3, 3)), (by_time, (4, 2))):
         for name in names:
-            assert getattr(placements, name)(REQUEST).counts == counts, name
+            assert getattr(placements, name)(*now(FROZEN, (4, 2))).counts == counts, name
+
+
+def drawn_from(
+    layers: Sequence[LayerCost], counts: tuple[int, ...], **known: Any
+) -> tuple[int, ...]:
+    return placements.random(*now(layers, counts, **known)).counts
 
 
 def test_random_draws_every_other_placement():
-    request = BalanceRequest((LayerCost(1.0, 1.0, 1.0),) * 5, Partition((2, 1, 2)), seed=3)
-    drawn = Counter(placements.random(replace(request, step=step)).counts for step in range(500))
+    drawn = Counter(drawn_from([ONE] * 5, (2, 1, 2), seed=3, step=step) for step in range(500))
     assert set(drawn) == {(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 2, 1), (3, 1, 1)}
     assert min(drawn.values()) > 60  # 100 each on average
     for counts in ((5,), (1,) * 5):
-        only = Partition(counts)
-        assert placements.random(replace(request, current=only)) == only
+        assert drawn_from([ONE] * 5, counts) == counts
     a, b = (
-        [placements.random(replace(request, seed=seed, step=step)) for step in range(20)]
+        [drawn_from([ONE] * 5, (2, 1, 2), seed=seed, step=step) for step in range(20)]
         for seed in (0, 1)
     )
     assert a != b
 
 
 def test_random_is_the_same_on_every_machine():
-    layers = (LayerCost(1.0, 1.0, 1.0),) * 50
-    request = BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
-    assert placements.random(request).counts == (14, 3, 5, 10, 18)
+    assert drawn_from([ONE] * 50, (10,) * 5, seed=1, step=2) == (14, 3, 5, 10, 18)
 
 
 def test_random_draws_only_placements_that_fit():
-    request = limited([1, 1, 5, 1, 1], (1, 1, 3), (10, 2, 10))
     # Stage 1 cannot hold layer 2. The current partition is not drawn.
     for current, expected in (((1, 1, 3), {(3, 1, 1)}), ((2, 1, 2), {(3, 1, 1), (1, 1, 3)})):
-        now = replace(request, current=Partition(current))
-        drawn = {placements.random(replace(now, step=step)).counts for step in range(100)}
-        assert drawn == expected
+        asked = (limited([1, 1, 5, 1, 1], current, (10, 2, 10), step=step) for step in range(100))
+        assert {placements.random(*each).counts for each in asked} == expected
 
 
-def forward_only(seconds: Sequence[float], *counts: int) -> BalanceRequest:
-    layers = tuple(LayerCost(f, 0.0, 0.0) for f in seconds)
-    return BalanceRequest(layers, Partition(counts))
+def forward_only(seconds: Sequence[float], *counts: int) -> Now:
+    return now([LayerCost(f, 0.0, 0.0) for f in seconds], counts)
 
 
 def test_impossible_baseline_placements_are_refused():
     heavy = forward_only((5, 1, 1, 1, 1), 3, 1, 1)
     with pytest.raises(PartitionError, match="DeepSpeed's placement by time leaves stage 0"):
-        placements.deepspeed_time(heavy)
+        placements.deepspeed_time(*heavy)
     with pytest.raises(PartitionError, match="not 5 blocks"):
-        placements.megatron_uniform(heavy)
+        placements.megatron_uniform(*heavy)
     with pytest.raises(PartitionError, match="rank 0"):
-        placements.algorithm_3(forward_only((4, 3, 2, 2, 1, 1, 2), 3, 2, 2))
-    uniform = balancer("python:benchmarks.baselines.placements:deepspeed_uniform")
-    with pytest.raises(PartitionError, match="stage 1 of the placement"):
-        uniform(limited([4, 4, 4, 4], (3, 1), (99, 5)))
+        placements.algorithm_3(*forward_only((4, 3, 2, 2, 1, 1, 2), 3, 2, 2))
 
 
 def test_deepspeed_type_balances_by_layer_name():
-    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in NAMES)
-    request = BalanceRequest(layers, Partition((9, 9)), names=NAMES)
-    assert placements.deepspeed_type("ATTENTION")(request).counts == (9, 9)
-    assert placements.megatron_uniform(request).counts == (9, 9)
-    with pytest.raises(PartitionError, match="17 names for 18 layers"):
-        replace(request, names=NAMES[1:])
+    asked = now([ONE] * len(NAMES), (9, 9), names=NAMES)
+    assert placements.deepspeed_type("ATTENTION")(*asked).counts == (9, 9)
+    assert placements.megatron_uniform(*asked).counts == (9, 9)
 
 
 def variance(loads: list[float]) -> float:
