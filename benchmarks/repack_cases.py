@@ -51,9 +51,9 @@ from benchmarks.harness import train
 from benchmarks.output import markdown
 from dynmo.cost.profile_file import Profile
 from dynmo.plan.bisection import exact
-from dynmo.plan.mesh_plan import Mesh
 from dynmo.plan.mesh_search import MeshRequest
 from dynmo.plan.partition import Partition, stage_loads, uniform
+from dynmo.plan.problem import Mesh
 from dynmo.plan.reshape import reshape
 from dynmo.schedule.bounds import Objective
 

@@ -33,17 +33,19 @@ from benchmarks.cost_traces import (
     in_halves,
     name_of,
     perfect,
+    problem_of,
     timeline,
     trace,
 )
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.cost.profile_file import Profile
+from dynmo.plan.best import search
 from dynmo.plan.bisection import exact
-from dynmo.plan.mesh_plan import Mesh, MeshPlan
-from dynmo.plan.mesh_search import MeshRequest, search
+from dynmo.plan.evaluate import Plan
+from dynmo.plan.mesh_search import MeshRequest
 from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.problem import Allowed, Mesh, Problem
 from dynmo.plan.reshape import reshape
-from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import least_limit
 
 CASES = (
     ("early_exit", 2048),
@@ -60,8 +62,8 @@ STEPS = 50  # a moment
 AIM = 0.95
 
 
-def request(layers: Layers, memory: int) -> MeshRequest:
-    """Returns the request for a mesh with the dense model's sizes.
+def asked(layers: Layers, memory: int) -> tuple[Problem, Allowed]:
+    """Returns the dense model's sizes, and the meshes of the same ranks.
 
     Sizes are in thirds of a block.
 
@@ -70,24 +72,14 @@ def request(layers: Layers, memory: int) -> MeshRequest:
     """
     sized = tuple(replace(x, weight_bytes=2 if i % 2 else 1) for i, x in enumerate(layers))
     share = sum(x.weight_bytes for x in sized) // RANKS
-    first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
-    profile = Profile(sized, tuple(str(i) for i in range(len(sized))), first, microbatch=1)
     limit = share * next(r for r in range(memory + 1, RANKS + 1) if RANKS % r == 0) - 1
-    return MeshRequest(
-        profile,
-        RANKS,
-        MICROBATCHES,
-        (1,),
-        ("zb-h1",),
-        memory_limit=limit,
-        objective=Objective.MAKESPAN,
-        keep=4,
-    )
+    problem = replace(problem_of(sized), memory_limit=limit)
+    return problem, Allowed(RANKS, MICROBATCHES, (1,), ("zb-h1",), keep=4)
 
 
-def busiest(plan: MeshPlan) -> float:
+def busiest(plan: Plan) -> float:
     """Returns the seconds of work of the busiest rank in a step."""
-    return plan.mesh.microbatches * max(plan.plan.rank_cost)
+    return plan.mesh.microbatches * max(plan.rank_cost)
 
 
 def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
@@ -146,7 +138,7 @@ def sides_at(layers: Layers) -> tuple[dict[str, tuple[float, float]], dict[str, 
     meshes: dict[str, Mesh] = {}
     for memory in MEMORY:
         name = f"reshaped, memory x{memory}"
-        fits = search(request(layers, memory)).candidates
+        fits = search(*asked(layers, memory)).plans
         sides[name] = min(map(busiest, fits)), fits[0].seconds
         meshes[name] = fits[0].mesh
     return sides, meshes
@@ -163,9 +155,18 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
     mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
     changes, seconds = 0, 0.0
     for layers in moments:
-        change = reshape(
-            request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1
+        problem, allowed = asked(layers, memory)
+        request = MeshRequest(
+            problem.profile,
+            RANKS,
+            MICROBATCHES,
+            allowed.sizes,
+            allowed.schedules,
+            memory_limit=least_limit(problem.memory_limit),
+            objective=problem.work.objective,
+            keep=allowed.keep,
         )
+        change = reshape(request, mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
         changes += change.decision.move
         mesh, partition = change.plan.mesh, change.plan.plan.partition
         seconds += change.plan.seconds / len(moments)
