@@ -64,35 +64,26 @@ def draw(timeline: Timeline, width: int = 120) -> Text:
     """
     from rich.text import Text
 
-    label, rows, below = _layout(timeline, width)
-    text = Text(no_wrap=True, overflow="ignore")
-    for rank, row in enumerate(rows):
-        text.append(f"{rank:>{label}} |")
-        for char, mark in row:
-            text.append(char, None if mark is None else _STYLE[mark[0]] + " italic" * mark[1])
-        text.append("|\n")
-    return text.append("\n".join(below) + "\n")
-
-
-def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], list[str]]:
-    """Return the width of the rank labels, the columns of every row, and the lines below."""
     if width < MIN_WIDTH:
         raise InputError(f"a grid of {width} columns; at least {MIN_WIDTH} are needed")
     label = len(str(len(timeline.ranks) - 1))
     columns = width - label - 3
-    origin = min((span.start for row in timeline.ranks for span in row), default=0.0)
     scale = _scale(timeline, columns)
+    origin = min(starts[0] for starts in timeline.starts)
     rows = [_row(row, origin, scale, columns) for row in timeline.ranks]
     used = max(
-        (i + 1 for row in rows for i, column in enumerate(row) if column != (IDLE, None)), default=0
+        max((i + 1 for i, x in enumerate(row) if x != (IDLE, None)), default=0) for row in rows
     )
-    rows = [row[:used] for row in rows]
-    below = (
-        [" " * (label + 1) + line for line in _axis(timeline.makespan, scale, used)]
-        if timeline.makespan
-        else []
-    )
-    return label, rows, below + _legend(timeline, rows, scale, width)
+    text = Text(no_wrap=True, overflow="ignore")
+    for rank, row in enumerate(rows):
+        text.append(f"{rank:>{label}} |")
+        for char, mark in row[:used]:
+            text.append(char, None if mark is None else _STYLE[mark[0]] + " italic" * mark[1])
+        text.append("|\n")
+    axis = _axis(timeline.makespan, scale, used) if timeline.makespan else []
+    below = [" " * (label + 1) + line for line in axis]
+    below += _legend(timeline, [row[:used] for row in rows], scale, width)
+    return text.append("\n".join(below) + "\n")
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
@@ -112,13 +103,12 @@ def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> 
     # narrower than a column. Then draw the wider ops over it, with labels.
     stages = sorted({span.op.stage for span in spans})
     odd = {stage: bool(chunk % 2) for chunk, stage in enumerate(stages)}
-    filled: list[dict[_Mark, float]] = [{} for _ in range(columns)]
+    filled: list[dict[Kind, float]] = [{} for _ in range(columns)]
     for op, start, end in spans:
         left, right = (start - origin) * scale, (end - origin) * scale
-        mark = op.kind, odd[op.stage]
         for column in range(int(left), min(columns, math.ceil(right))):
             share = min(right, column + 1) - max(left, column)
-            filled[column][mark] = filled[column].get(mark, 0.0) + share
+            filled[column][op.kind] = filled[column].get(op.kind, 0.0) + share
     row = [_column(shares) for shares in filled]
     for op, start, end in spans:
         left, right = _round((start - origin) * scale), min(columns, _round((end - origin) * scale))
@@ -138,15 +128,9 @@ def _round(position: float) -> int:
     return math.floor(position + 0.5 + 1e-6)
 
 
-def _column(shares: dict[_Mark, float]) -> _Column:
-    most = max(shares, key=lambda mark: shares[mark], default=None)
-    if most is None:
-        return IDLE, None
-    if shares[most] > 0.5 + 1e-6:
-        return _letter(most), most
-    # No stage's op fills half of it. Those of one kind may do so together.
-    kind = most[0]
-    if sum(share for mark, share in shares.items() if mark[0] is kind) > 0.5 + 1e-6:
+def _column(shares: dict[Kind, float]) -> _Column:
+    kind = max(shares, key=lambda kind: shares[kind], default=Kind.F)
+    if shares.get(kind, 0.0) > 0.5 + 1e-6:
         return _LETTER[kind], (kind, False)
     return (MIXED, None) if sum(shares.values()) > 0.5 + 1e-6 else (IDLE, None)
 
