@@ -19,7 +19,7 @@ placement that is best for it. It is no schedule itself: `planner.shapes` choose
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from dynmo.cost.layer_cost import Costs, uniform_costs
@@ -33,8 +33,7 @@ class _Entry(NamedTuple):
     """How a schedule is made.
 
     Attributes:
-        warmup: The number of F's before F's and backwards in turn, of a schedule made by hand. It
-            takes the number of ranks, microbatches, chunks, and the rank. None: costs shape it.
+        warmup: That of `by_hand`. None: costs shape the schedule.
         splits: Whether W is apart from B.
         chunks: Stages per rank.
         free: Whether another number of stages per rank may be chosen.
@@ -180,23 +179,6 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
         )
 
 
-@lru_cache(maxsize=32)
-def _by_hand(
-    name: str, ranks: int, microbatches: int, chunks: int, first_trainable: int
-) -> Schedule:
-    made = SCHEDULES[name]
-    assert made.warmup is not None
-    return by_hand(
-        name,
-        ranks,
-        microbatches,
-        partial(made.warmup, ranks, microbatches, chunks),
-        splits=made.splits,
-        chunks=chunks,
-        first_trainable=first_trainable,
-    )
-
-
 def make(
     name: str,
     ranks: int,
@@ -226,8 +208,10 @@ def make(
     """
     stage_ranks = stage_ranks_of(name, ranks, chunks)
     check_microbatches(name, ranks, microbatches)
-    if not entry(name).from_costs:
-        return _by_hand(name, ranks, microbatches, chunks_of(name, chunks), first_trainable)
+    made = entry(name)
+    if made.warmup is not None:
+        count = chunks_of(name, chunks)
+        return by_hand(name, ranks, microbatches, made.warmup, made.splits, count, first_trainable)
     if costs is None:
         costs = uniform_costs(len(stage_ranks), 1.0, 1.0, 1.0)
     if len(costs.stages) != len(stage_ranks):

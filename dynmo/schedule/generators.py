@@ -21,6 +21,7 @@ part of a rank's activation, so they are p + (p - 1) / v whole ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule
@@ -45,15 +46,15 @@ def v_stage_ranks(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+@lru_cache(maxsize=32)
 def by_hand(
     name: str,
     ranks: int,
     microbatches: int,
-    warmup: Callable[[int], int],
-    *,
-    splits: bool = False,
-    chunks: int = 1,
-    first_trainable: int = 0,
+    warmup: Callable[[int, int, int, int], int],
+    splits: bool,
+    chunks: int,
+    first_trainable: int,
 ) -> Schedule:
     """Make a schedule that does not depend on costs. Stage s is on rank s % ranks.
 
@@ -61,14 +62,15 @@ def by_hand(
         name: Name of the schedule.
         ranks: Number of pipeline ranks.
         microbatches: Microbatches of a step, a multiple of `ranks` if there are several chunks.
-        warmup: The number of F's of each rank before its first F and backward in turn.
+        warmup: The number of F's before the first F and backward in turn. It takes the number of
+            ranks, microbatches, chunks, and the rank.
         splits: Whether W is apart from B.
         chunks: Stages per rank.
         first_trainable: The stages before this one run F only.
     """
     stages, turns = ranks * chunks, microbatches * chunks
     check_numbers(name, ranks, microbatches, stages, first_trainable)
-    held_back = warmup(first_trainable % ranks)
+    held_back = warmup(ranks, microbatches, chunks, first_trainable % ranks)
 
     def op(kind: Kind, rank: int, turn: int) -> Op:
         """Return the op that a rank runs as its `turn`-th of a kind."""
@@ -79,7 +81,7 @@ def by_hand(
 
     rows: list[tuple[Op, ...]] = []
     for rank in range(ranks):
-        ahead, weights = warmup(rank), 0
+        ahead, weights = warmup(ranks, microbatches, chunks, rank), 0
         row = [op(Kind.F, rank, turn) for turn in range(min(ahead, turns))]
         for turn in range(turns):
             if ahead + turn < turns:

@@ -59,7 +59,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def break_schedules(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    catalogue._by_hand.cache_clear()
+    catalogue.by_hand.cache_clear()
     monkeypatch.setitem(catalogue.SCHEDULES, "zb-h1", catalogue._Entry(raising(error)))
 
 
