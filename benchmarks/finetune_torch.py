@@ -192,7 +192,7 @@ class Search:
         for rank in range(self.ranks):
             for stage in schedule.stages(self.ranks, rank):
                 stage_ranks[stage] = rank
-        starts = [exact(self.weights, count), chunked(self.weights, stage_ranks).partition]
+        starts = [exact(self.weights, count), chunked(self.weights, stage_ranks)]
         starts += [each for each in self.others if each.stages == count]
         reach = self.reach if schedule.stages_per_rank == 1 else min(1, self.reach)
         return dict.fromkeys(cut for start in starts for cut in (start, *_around(start, reach)))

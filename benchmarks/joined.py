@@ -101,7 +101,7 @@ def _even_v(layers: Layers, ranks: int, m: int) -> float:
     if len(layers) < 2 * ranks:
         return math.inf
     even = chunked([layer.seconds for layer in layers], v_stage_ranks(ranks))
-    return _span("zb-v", layers, ranks, m, even.partition)
+    return _span("zb-v", layers, ranks, m, even)
 
 
 def _bound(layers: Layers, ranks: int, m: int) -> float:

@@ -236,66 +236,6 @@ def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[fl
 
 
 @jit()
-def branch(problem: Problem, bounds: Ints, best: float, nodes: int) -> tuple[float, bool]:
-    """Branch and bound: depth first over the stages in order.
-
-    A branch ends if a rank is full, or if the rest weighs as much as the ranks that still come can
-    take. Returns the least time found, and whether everything was seen.
-    """
-    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
-    stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
-    last_of = np.zeros(ranks, np.int64)
-    for s in range(stages):
-        last_of[rank_of[s]] = s
-    load = np.zeros(ranks, np.int64)
-    held_by = np.zeros(ranks, np.int64)
-    stop = np.zeros(stages + 1, np.int64)
-    took = np.zeros(stages, np.int64)
-    took_bytes = np.zeros(stages, np.int64)
-    s = int(stop[0])  # after a literal 0, numba would compile `need` a second time
-    while s >= 0:
-        nodes -= 1
-        if nodes < 0:
-            return best, False
-        r = rank_of[s]
-        load[r] -= took[s]
-        held_by[r] -= took_bytes[s]
-        took[s] = took_bytes[s] = 0
-        stop[s + 1] += 1
-        if s == stages - 1:
-            stop[s + 1] = layers if stop[s + 1] <= layers else layers + 1
-        end = stop[s + 1]
-        weight = sums[min(end, layers)] - sums[stop[s]]
-        if end > layers - (stages - 1 - s) or (load[r] + weight) / speeds[r] >= best:
-            s -= 1
-            continue
-        if caps.size:
-            size = need(held, pairs, pair_at, s, stop[s], end)
-            if held_by[r] + size > caps[r]:
-                s -= 1
-                continue
-            took_bytes[s] = size
-            held_by[r] += size
-        took[s] = weight
-        load[r] += weight
-        if s == stages - 1:
-            largest = (load / speeds).max()
-            if largest < best:
-                best = largest
-                _copy(bounds, stop)
-            continue
-        room = 0.0
-        for q in range(ranks):
-            if last_of[q] > s:
-                room += best * speeds[q] - load[q]
-        if sums[layers] - sums[end] >= room * (1 + 1e-12):
-            continue  # a longer stage leaves less
-        s += 1
-        stop[s + 1] = stop[s]
-    return best, True
-
-
-@jit()
 def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
     """How long a step must take by the flow, divided by the microbatches.
 

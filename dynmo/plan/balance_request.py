@@ -134,14 +134,13 @@ def _exact(request: BalanceRequest) -> Partition:
     if request.make is not None and request.cost == "time" and not request.quick:
         return search(_problem(request, request.make)).partition
     if request.several:
-        best = chunked(
+        return chunked(
             request.weights,
             request.several,
             memory=request.memory,
             current=request.current,
             speeds=request.speeds,
         )
-        return best.partition
     return _faster_with_links(
         request,
         lambda links, output_bytes: exact(

@@ -15,8 +15,7 @@ A rank may have several stages:
 
 Only the sum of a rank's stages counts, so one of its stages may be long and another short. An exact
 answer is cheap for the V, because the ranks are nested from the outside inwards. Any other
-placement is a hard problem. Branch and bound solves it if that takes at most `NODES` steps.
-Otherwise an iterated descent is used, whose answer is not proven to be the best.
+placement is a hard problem. An iterated descent then finds a good answer, and not always the best.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.plan import _kernels as kernels
 from dynmo.plan._kernels import Bytes, Floats, Ints, Memory
-from dynmo.plan.partition import Partition, enough, same_layers, stage_loads
+from dynmo.plan.partition import Partition, enough, same_layers
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 
@@ -307,7 +306,6 @@ class Chain:
 
 # -- several stages per rank -----------------------------------------------------------------------
 
-NODES = 2_000_000  # steps of branch and bound: some hundredths of a second
 _STATES = 30_000_000  # bytes of the search through a V
 _KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
 _NO_FLOW: kernels.Flow = (0, 0.0, np.zeros((3, 1)))
@@ -317,18 +315,6 @@ _STRETCHES = (1.0, 1.4, 1.6, 2.0)
 _RISE = (0.005, 1.8, 1.0, 3)
 
 
-@dataclass(frozen=True)
-class Chunked:
-    """A placement with several stages per rank, and the time of its most loaded rank.
-
-    `proven`: no placement has less.
-    """
-
-    partition: Partition
-    seconds: float
-    proven: bool
-
-
 def chunked(
     weights: Sequence[float],
     stage_ranks: Sequence[int],
@@ -336,8 +322,7 @@ def chunked(
     memory: MemoryLimits | None = None,
     current: Partition | None = None,
     speeds: Sequence[float] | None = None,
-    nodes: int = NODES,
-) -> Chunked:
+) -> Partition:
     """Places contiguous stages on ranks that have several each. No stage is empty.
 
     A rank's time is the sum of its stages' loads divided by its speed. With one stage per rank this
@@ -347,7 +332,6 @@ def chunked(
         memory: The peaks of a rank's stages together must not be more than the least of their
             limits. None: unlimited.
         current: Is returned if nothing takes less time.
-        nodes: The most steps of branch and bound.
 
     Raises:
         PartitionError: There are fewer layers than stages, a number is negative or not finite, or
@@ -365,16 +349,8 @@ def chunked(
     rates = rank_speeds(speeds, ranks)
     if stages == ranks:
         own = rates[list(stage_ranks)].tolist()
-        partition, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
-    else:
-        partition, proven = _Chunks(weights, stage_ranks, memory, rates).solve(current, nodes)
-    loads = stage_loads(weights, partition)
-    times = (
-        math.fsum(x for x, r in zip(loads, stage_ranks, strict=True) if r == rank)
-        / rates[rank].item()
-        for rank in range(ranks)
-    )
-    return Chunked(partition, max(times), proven)
+        return exact(weights, ranks, memory=memory, current=current, speeds=own)
+    return _Chunks(weights, stage_ranks, memory, rates).solve(current)
 
 
 def flowing(
@@ -488,31 +464,25 @@ class _Chunks:
         rank_of, caps = np.array(stage_ranks, np.int64), np.array(self.caps, np.int64)
         self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
-    def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
-        """The placement, and whether it is proven to be the best."""
+    def solve(self, current: Partition | None) -> Partition:
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
         if (
             tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
             and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
         ):
-            best, proven = self.nested(bounds), True
+            best = self.nested(bounds)
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
-            best, over = kernels.wander(self.tables, bounds, 10, floor)
-            best, proven = kernels.branch(self.tables, bounds, math.inf if over else best, nodes)
-            proven = proven or best <= floor
-            if not proven:
-                best, over = kernels.wander(
-                    self.tables, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor
-                )
-                best = math.inf if over else best
+            kicks = min(1000, max(20, _KICKS // self.stages**3))
+            best, over = kernels.wander(self.tables, bounds, kicks, floor)
+            best = math.inf if over else best
         if best == math.inf:
-            raise NoRoomError(self.no_memory(proven))
+            raise NoRoomError(self.no_memory())
         if current is not None and current.stages == self.stages:
             largest, _, over = self.evaluate_bounds(current.bounds)
             if largest <= best and not over:
-                return current, proven
-        return Partition.from_bounds(bounds.tolist()), proven
+                return current
+        return Partition.from_bounds(bounds.tolist())
 
     def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
         return kernels.evaluate_bounds(
@@ -541,14 +511,13 @@ class _Chunks:
             trial = (low + high) / 2 if low < (low + high) / 2 < high else low
         return best
 
-    def no_memory(self, proven: bool) -> str:
+    def no_memory(self) -> str:
         memory = self.memory
         assert memory is not None, "without memory limits a placement always exists"
         needs = self.evaluate_bounds(exact(self.weights, self.stages).bounds)[2]
-        held = "no placement fits" if proven else "no placement that fits was found"
         return (
-            f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to "
-            f"{max(self.caps)} bytes: balanced by time they are "
+            f"no placement was found that fits {self.stages} stages on {self.ranks} ranks of "
+            f"{min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "
             f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a "
             "schedule that keeps less"
         )

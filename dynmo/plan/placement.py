@@ -47,7 +47,7 @@ Bounds = tuple[int, ...]
 _SAME = 1e-9
 # The most ops of the plans that are tried by their true bytes.
 _TRIES, _QUICK_TRIES = 600_000, 30_000
-_STARTS = 3  # placements from which a round descends
+_STARTS = 3  # placements from which a round descends, for each stage of a rank
 _ROUNDS = 3  # the most times that the schedule is made anew for the best placement
 _FITTING_ROUNDS = 6  # the same, if the memory is short
 # Ops replayed in one round: some tenths of a second. With several stages per rank the schedule of a
@@ -207,7 +207,7 @@ class _Search:
             self.correct(best)
             first = dict.fromkeys([best.partition.bounds, *starts])
             by_time = sorted(first, key=lambda bounds: (self.over(bounds), self.replay(bounds)))
-            for bounds in by_time[:_STARTS]:
+            for bounds in by_time[: _STARTS * (self.stages // self.ranks)]:
                 best = self.better(best, self.descend(bounds))
             refused = any(x is None or x.beyond for x in list(self.judged.values())[seen:])
             if best.schedule.ops == before.schedule.ops and not (refused and best is not before):
@@ -275,7 +275,7 @@ class _Search:
                 current=self.current,
                 speeds=self.rates,
             )
-            return [best.partition, ties(self.weights, self.stages)[0]]
+            return [best, *ties(self.weights, self.stages)]
         found = ties(
             self.weights,
             self.stages,

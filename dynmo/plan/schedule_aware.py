@@ -195,7 +195,7 @@ class _Search:
                 current=self.current,
                 speeds=self.rates,
             )
-            least_bottleneck, others = [best.partition], ties(weights, self.stages)[:1]
+            least_bottleneck, others = [best], ties(weights, self.stages)[:1]
         else:
             least_bottleneck = ties(
                 weights,

@@ -306,25 +306,22 @@ def test_search_equals_brute_force(
             default=None,
         )
         if best is None:
-            with pytest.raises(PartitionError, match=r"no placement fits .* bytes over"):
+            with pytest.raises(PartitionError, match=r"no placement was found .* bytes over"):
                 chunked(weights, placement, memory=memory, speeds=speeds)
             continue
         feasible += 1
         result = chunked(weights, placement, memory=memory, speeds=speeds)
-        assert result.proven
-        bounds = result.partition.bounds
-        assert result.seconds == pytest.approx(best, rel=1e-12)
-        assert largest(weights, bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
-        assert fits(memory, bounds, placement)
+        assert fits(memory, result.bounds, placement)
+        over = largest(weights, result.bounds, placement, speeds) / best - 1 if best else 0.0
+        assert over < (1e-12 if placement == v_shaped(max(placement) + 1) else 0.05)
     assert feasible > (cases // 5 if limited else cases - 1)
 
 
 def test_one_stage_per_rank_is_exact():
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    result = chunked(weights, (0, 1, 2))
-    assert (result.partition, result.seconds, result.proven) == (exact(weights, 3), 14.0, True)
+    assert chunked(weights, (0, 1, 2)) == exact(weights, 3)
     # In another order of ranks, a rank's speed follows it.
-    assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]).partition == exact(
+    assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]) == exact(
         weights, 3, speeds=[4.0, 1.0, 2.0]
     )
 
@@ -334,26 +331,9 @@ def test_several_stages_even_out_a_heavy_layer():
     # nothing more than it must.
     weights = [5.0, *[1.0] * 8]
     result = chunked(weights, v_shaped(2))
-    assert result.seconds == 7.0
-    assert result.partition.counts[0] == 1
+    assert largest(weights, result.bounds, v_shaped(2), [1.0, 1.0]) == 7.0
+    assert result.counts[0] == 1
     assert result == chunked(weights, v_shaped(2))
-
-
-@pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
-def test_descent_alone_is_close_to_the_optimum(placement: tuple[int, ...]):
-    """Within 3 % of the optimum on average and 12 % at worst, without branch and bound."""
-    draw = random.Random(str(placement))
-    over: list[float] = []
-    for _ in range(8):
-        weights = [draw.uniform(0.5, 1.5) for _ in range(16)]
-        best = chunked(weights, placement)
-        assert best.proven
-        quick = chunked(weights, placement, nodes=0)
-        assert not quick.proven
-        over.append(quick.seconds / best.seconds - 1)
-    assert min(over) >= -1e-12
-    assert sum(over) / len(over) < 0.03
-    assert max(over) < 0.12
 
 
 def test_many_layers_are_within_3_percent_of_the_ideal():
@@ -361,16 +341,15 @@ def test_many_layers_are_within_3_percent_of_the_ideal():
     weights = [draw.uniform(0.5, 1.5) for _ in range(98)]
     ideal = sum(weights) / 12
     for placement in (v_shaped(12), looped(12, 2)):
-        result = chunked(weights, placement)
-        assert result.seconds <= ideal * 1.03
-        chain = exact(weights, len(placement))
-        assert result.seconds <= largest(weights, chain.bounds, placement, [1.0] * 12)
+        found, chain = chunked(weights, placement), exact(weights, len(placement))
+        most = largest(weights, found.bounds, placement, [1.0] * 12)
+        assert most <= min(ideal * 1.03, largest(weights, chain.bounds, placement, [1.0] * 12))
 
 
 def test_placement_stays_without_a_gain():
     weights, current = [1.0] * 8, Partition((1, 3, 1, 3))
-    assert chunked(weights, v_shaped(2), current=current).partition == current
-    assert max(stage_loads(weights, chunked(weights, v_shaped(2)).partition)) <= 3.0
+    assert chunked(weights, v_shaped(2), current=current) == current
+    assert max(stage_loads(weights, chunked(weights, v_shaped(2)))) <= 3.0
 
 
 def test_bad_placements_are_refused():
@@ -413,7 +392,7 @@ def test_flowing_placements_take_less_time_than_even_loads() -> None:
         ).span
 
     found = flowing(layers, placement, m)
-    even = chunked([x.seconds for x in layers], placement).partition
+    even = chunked([x.seconds for x in layers], placement)
     assert min(map(span, found)) < span(even) * 0.97
     assert flowing(layers, placement, m) == found
 
