@@ -14,10 +14,11 @@ import sys
 import torch
 
 from dynmo.cases import CASES
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import LayerCost, uniform_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.plan.best import plan_on
 from dynmo.plan.problem import Allowed, Problem
+from dynmo.schedule.catalogue import make
 
 
 def prepare() -> None:
@@ -28,6 +29,8 @@ def prepare() -> None:
         for balancer in ("exact", "diffusion"):
             for limit in (None, 1 << 20):
                 plan(schedule, balancer, limit)
+    # No schedule meets the bound here, so the search goes on to the order of single ops.
+    make("zb-auto", 2, 3, costs=uniform_costs(2, 2.0, 1.0, 3.0, 0.5), caps=(1.0, 1.0))
 
 
 def plan(schedule: str, balancer: str = "exact", limit: int | None = None) -> None:

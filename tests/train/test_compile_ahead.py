@@ -14,6 +14,7 @@ from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
 from dynmo.plan import _kernels, _replay, bisection
 from dynmo.schedule import graph
+from dynmo.schedule.automatic import _list_loops, _vshape_loops, _zero_bubble_loops
 from dynmo.train.compile_ahead import prepare
 
 
@@ -33,6 +34,10 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
     assert {loop.__name__ for loop in balancers} == used
     prepare()
     assert all(loop.signatures for loop in loops((routing,)))
+    searches = loops((graph, _list_loops, _vshape_loops, _zero_bubble_loops))
+    assert all(len(loop.signatures) <= 1 for loop in searches)
+    once = {loop.__name__ for loop in searches if loop.signatures}
+    assert once >= {"run_list", "cycles", "block", "play", "search", "polish", "run_back"}
     for loop in layers + balancers:
         texts = [str(signature) for signature in loop.signatures]
         assert texts, f"{loop.__name__} is not compiled"

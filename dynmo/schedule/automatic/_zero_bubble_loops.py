@@ -31,6 +31,12 @@ _GAPS = 3  # how many gaps are tried
 
 
 @inner
+def _copy(to, of):  # by hand: `to[:] = of` also compiles the text of an error, for two seconds
+    for i in range(len(of)):
+        to[i] = of[i]
+
+
+@inner
 def _draw(state):
     """Return the next number of a xorshift generator, always from the same seed."""
     state ^= state << np.uint64(13)
@@ -67,15 +73,16 @@ def _vary(policy, frozen, room, state):
 
 @jit()
 def search(
-    case: Case, goal: float, budget: int, starts: Ints, room: Ints, order: Lanes
-) -> tuple[float, int]:
+    case: Case, goal: float, budget: int, starts: Ints, room: Ints
+) -> tuple[float, int, Lanes]:
     """Try the policies of `starts`, then changes of the best one, until `goal` is met.
 
-    `room` is the greatest warm-up that each rank's memory takes. Returns the time of the best order
-    and the effort.
+    `room` is the greatest warm-up that each rank's memory takes. Returns the time of the best
+    order, the effort and the order.
     """
     keys, start, clock = np.zeros((0, 0)), np.zeros((0, 0)), np.zeros((2, len(room)))
-    trial, chosen = np.zeros_like(order), starts[0]
+    shape, chosen = (len(room), 3 * case.m), starts[0]
+    order, trial = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     best, spent, turn, state = NEVER, 0, 0, np.uint64(_SEED)
     while best > goal and (spent < budget or best >= NEVER):
         varied = turn >= len(starts)
@@ -89,10 +96,9 @@ def search(
         spent += visited
         # The later of equals wins, so that a plateau is crossed. In the table the first wins.
         if time < best or (time == best and varied and time < NEVER):
-            best, chosen = time, policy
-            order[:] = trial
+            best, chosen, order, trial = time, policy, trial, order
         turn += 1
-    return best, spent
+    return best, spent, order
 
 
 # -- single ops ------------------------------------------------------------------------------------
@@ -129,11 +135,14 @@ class _Run(NamedTuple):
 
 
 @inner
-def _replay(case, ways, lead, run):
-    """Replay the order. Returns the greatest end - lead, or never if it goes in a circle."""
+def _replay(case, ways, lead, run, changed):
+    """Replay the order, after a change of one rank, or of all (p).
+
+    Returns the greatest end - lead, or never if it goes in a circle.
+    """
     p, total, worst = len(lead), len(run.lanes), 0.0
     count = np.zeros(3 * p, np.int64)
-    for r in range(p):
+    for r in range(changed % p, min(changed + 1, p)):
         for q in range(run.first[r], run.first[r + 1]):
             for k in range(3):
                 run.before[q, k] = count[k * p + r]
@@ -156,7 +165,10 @@ def _replay(case, ways, lead, run):
 def _look(case, lead, run):
     """Fill in `ready`, `tail` and `out` after a replay."""
     rows, end, delay, ready = run.rows, run.end, case.delay, run.ready
-    run_back(rows, delay, case.took, -lead, run.tail, run.out)
+    rest = np.empty(len(lead))
+    for r in range(len(lead)):
+        rest[r] = -lead[r]
+    run_back(rows, delay, case.took, rest, run.tail, run.out)
     for i in range(len(rows)):
         ready[i] = -NEVER
         for k in range(2):
@@ -208,8 +220,8 @@ def _guess(case, lead, run, source, target, most):
 
 
 @inner
-def _move(run, source, target):
-    lanes, lane, step = run.lanes, run.lanes[source], 1 if source < target else -1
+def _move(lanes, source, target):
+    lane, step = lanes[source], 1 if source < target else -1
     for q in range(source, target, step):
         lanes[q] = lanes[q + step]
     lanes[target] = lane
@@ -364,12 +376,12 @@ def polish(
     for hand in range(-1, 3):
         if hand < 0 or _by_hand(case, max(1, hand), hand > 0, run):
             spent += total
-            time = _replay(case, ways, lead, run)
+            time = _replay(case, ways, lead, run, p)
             if time < best:
                 best = time
-                lanes[:] = run.lanes
-    run.lanes[:] = lanes
-    now = _replay(case, ways, lead, run)
+                _copy(lanes, run.lanes)
+    _copy(run.lanes, lanes)
+    now = _replay(case, ways, lead, run, p)
     state, turn, slack = np.uint64(_SEED), 0, 1e-9 * now
     while spent < budget and best > goal:
         turn += 1
@@ -383,14 +395,15 @@ def polish(
             turn += 16  # every move is barred: let time pass
             continue
         lane, j = run.lanes[source], run.numbers[source]
-        _move(run, source, target)
-        now = _replay(case, ways, lead, run)
+        r = lane % p
+        _move(run.lanes, source, target)
+        now = _replay(case, ways, lead, run, r)
         tabu[lane, j] = turn + 8 + int((state >> np.uint64(20)) % np.uint64(8))
         if now >= NEVER:
-            _move(run, target, source)
-            now = _replay(case, ways, lead, run)
+            _move(run.lanes, target, source)
+            now = _replay(case, ways, lead, run, r)
             spent += total
         if now < best - slack:
             best = now
-            lanes[:] = run.lanes
+            _copy(lanes, run.lanes)
     return best, spent

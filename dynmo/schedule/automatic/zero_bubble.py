@@ -123,8 +123,7 @@ def automatic(
     )
     goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
     budget, polish_budget = _budget(p, m)
-    order = np.zeros((p, 3 * m), np.int32)
-    best, _ = search(case, goal, budget, *_policies(case), order)
+    best, _, order = search(case, goal, budget, *_policies(case))
     if best > goal:
         # The time from which each rank's time counts.
         way = np.cumsum(case.took[: p - 1] + case.delay[1:p, 0])

@@ -238,9 +238,8 @@ def test_search_stops_at_its_step_budget() -> None:
     stages = tuple(StageCost(*rng.uniform(1, 2, 3)) for _ in range(p))
     costs = Costs(stages, tuple(rng.uniform(1, 2, p - 1)))
     case = make_case(costs, m, range(p), [7.0] * p, 0, Objective.MAKESPAN)
-    order, room = np.zeros((p, 3 * m), np.int32), np.full(p, m)
     starts = np.array([[[7] * p, [1] * p, [2] * p, [99] * p]])
-    _, spent = search(case, 0.0, budget, starts, room, order)
+    _, spent, order = search(case, 0.0, budget, starts, np.full(p, m))
     assert budget <= spent <= budget + 5 * 3 * p * m
     lanes, first = order.ravel().astype(np.int64), first_of([3 * m] * p)
     _, replayed = polish(case, case.delay[None], np.zeros(p), 0.0, budget, first, lanes)
