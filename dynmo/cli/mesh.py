@@ -179,16 +179,10 @@ def _print_best(allowed: Allowed, best: Plan) -> None:
 
 
 def _row(plan: Plan, best: Plan) -> dict[str, str]:
-    mesh = plan.mesh
-    return {
-        "ranks": str(mesh.pipeline),
-        "replicas": str(mesh.replicas),
-        "microbatches": str(mesh.microbatches),
-        "of": str(mesh.micro_batch),
-        "schedule": mesh.schedule,
-        **cells(plan, "against best", best),
-        "exposed": show_time(plan.exposed),
-    }
+    headings = ("ranks", "replicas", "microbatches", "of", "schedule")
+    mesh = dict(zip(headings, map(str, vars(plan.mesh).values()), strict=True))
+    exposed = {"exposed": show_time(plan.exposed)}
+    return mesh | cells(plan, "against best", best) | exposed
 
 
 _WHY = ("memory", "does not divide", "need at least")

@@ -32,15 +32,11 @@ def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextMa
 
 def figures(plan: Plan) -> dict[str, Any]:
     """Returns the keys that the plan and each of its alternatives have."""
-    timeline = plan.timeline
+    times = ("span", "makespan", "bubble_ratio", "idle_ratio")
     return {
         "partition": plan.partition.counts,
-        "imbalance": plan.imbalance,
-        "span": timeline.span,
-        "makespan": timeline.makespan,
-        "bubble_ratio": timeline.bubble_ratio,
-        "idle_ratio": timeline.idle_ratio,
-        "memory": plan.memory,
+        **{key: getattr(plan.timeline, key) for key in times},
+        **{key: getattr(plan, key) for key in ("imbalance", "memory")},
         "recompute": sorted(plan.recomputed),
     }
 
@@ -48,6 +44,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
     """Returns a plan as JSON. A move is [layer, from rank, to rank]."""
     mesh, problem = plan.mesh, plan.problem
+    more = ("stage_cost", "lower_bound", "moves", "moved_bytes")
     return {
         "schedule": mesh.schedule,
         "balancer": balancer,
@@ -56,12 +53,9 @@ def plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
         "objective": str(problem.work.objective),
         **figures(plan),
         "placement": plan.stage_ranks,
-        "stage_cost": plan.stage_cost,
-        "lower_bound": plan.lower_bound,
+        **{key: getattr(plan, key) for key in more},
         "memory_limit": problem.memory_limit,
         "speeds": problem.speeds,
-        "moves": plan.moves,
-        "moved_bytes": plan.moved_bytes,
         "seconds": seconds,
         "words": {name: _export(name, plan) for name in FORMATS},
     }

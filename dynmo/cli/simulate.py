@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dynmo.plan.workload import ReplayResult
 
 _ROWS, _COLUMNS = 12, 72
+_OF_WORKLOAD = ("name", "steps", "ranks", "replicas", "microbatches", "schedule", "objective")
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,8 @@ def to_json(result: ReplayResult, seconds: float) -> dict[str, Any]:
     }
     starts = [*(moment.step for moment in workload.layers.moments), workload.steps]
     return {
-        "name": workload.name,
+        **{key: getattr(workload, key) for key in _OF_WORKLOAD},
         "layers": len(workload.names),
-        "steps": workload.steps,
-        "ranks": workload.ranks,
-        "replicas": workload.replicas,
-        "microbatches": workload.microbatches,
-        "schedule": workload.schedule,
-        "objective": str(workload.objective),
         "policy": workload.policy.model_dump(),
         "phases": [_phase(result, *each) for each in pairwise(starts)],
         "rebalances": [asdict(x) for x in result.rebalances],

@@ -8,10 +8,10 @@ from typing import Any
 from tests.cli.runs import Run
 
 # Keys of the answer, in order.
-FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "imbalance"]
-FIELDS += ["span", "makespan", "bubble_ratio", "idle_ratio", "memory", "recompute", "placement"]
-FIELDS += ["stage_cost", "lower_bound", "memory_limit", "speeds", "moves", "moved_bytes"]
-FIELDS += ["seconds", "words", "alternatives"]
+FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "span"]
+FIELDS += ["makespan", "bubble_ratio", "idle_ratio", "imbalance", "memory", "recompute"]
+FIELDS += ["placement", "stage_cost", "lower_bound", "moves", "moved_bytes", "memory_limit"]
+FIELDS += ["speeds", "seconds", "words", "alternatives"]
 
 
 def answer(plan: Run, *arguments: object) -> dict[str, Any]:
