@@ -1,4 +1,4 @@
-"""Names for authors of dynamic cases, and of layers with weights or kernels of their own.
+"""Names for authors of dynamic cases, of balancers, and of layers with weights of their own.
 
 The cases of dynmo are built on these and on the names of `dynmo` alone. Each name is loaded when it
 is first used. Option records need no torch.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.case_options import RunFacts as RunFacts
     from dynmo.pipeline.counts import CountingCase as CountingCase
     from dynmo.pipeline.counts import Counts as Counts
+    from dynmo.plan.evaluate import evaluate as evaluate
     from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
@@ -54,6 +55,7 @@ _HOMES = {
     "Whole": "dynmo.options",
     "add_loss": "dynmo.kernels.own_loss",
     "case_seed": "dynmo.kernels.seeds",
+    "evaluate": "dynmo.plan.evaluate",
     "exchange_rows": "dynmo.kernels.row_exchange",
     "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
@@ -81,6 +83,7 @@ __all__ = [
     "Whole",
     "add_loss",
     "case_seed",
+    "evaluate",
     "exchange_rows",
     "gpt",
     "jit",

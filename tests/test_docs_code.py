@@ -192,6 +192,16 @@ def test_own_optimizer_example_trains(folder: Path) -> None:
     assert namespace["result"].loss < 0.3
 
 
+def test_own_balancer_example_places_layers() -> None:
+    namespace: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-balancer.md", "python", "# my_balancer.py\n"), namespace)
+    sizes = (3, 1, 1, 1, 1, 1)
+    layers = tuple(dynmo.LayerCost(1.0, 1.0, 1.0, weight_bytes=size) for size in sizes)
+    problem, plan = now(layers, (4, 2))
+    assert namespace["by_bytes"](problem, plan).counts == (2, 4)
+    assert namespace["one_step"](problem, plan).counts == (3, 3)
+
+
 def test_own_case_example_freezes_layers(folder: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(block(HOW_TO / "own-case.md", "python", "# my_case.py"), namespace)
