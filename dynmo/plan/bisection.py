@@ -249,10 +249,16 @@ class Chain:
 
         Returns (True, the largest time of a placement within it), or (False, the next to try).
         """
-        low, reached, rise = self._reach(bottleneck)
-        if not reached[-1, -1]:
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        rise = kernels.floors(self.tables, bottleneck, bounds)
+        # Stages filled from the back are a placement, unless one is empty or something is sent.
+        if bounds[0]:
             return False, rise
-        bounds = self._nearest(bottleneck, low, reached, low)
+        if self.sends.shape[1] > 1 or not (np.diff(bounds) > 0).all():
+            low, reached, rise = self._reach(bottleneck)
+            if not reached[-1, -1]:
+                return False, rise
+            bounds = self._nearest(bottleneck, low, reached, low)
         sends = self.sends[np.arange(self.ranks), bounds[1:] if self.sends.shape[1] > 1 else 0]
         return True, float((np.diff(self.sums[bounds]) / self.speeds + sends).max())
 
