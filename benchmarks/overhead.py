@@ -29,10 +29,11 @@ from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, run
 from dynmo.cases.freezing import Freezing
 from dynmo.cost.input_file import Link
-from dynmo.plan.decisions import decide_move
+from dynmo.plan.decide import decide as decided
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.partition import uniform
-from dynmo.plan.workload import LayerSection, Moment, Workload, situation
+from dynmo.plan.workload import LayerSection, Moment, Workload, question
 from dynmo.runtime.comm.world import World
 
 CASES = ("freezing", "pruning", "early_exit")
@@ -75,18 +76,18 @@ def decide(layers: Layers, ranks: int) -> dict[str, Any]:
         link=LINK,
     )
     start = uniform(len(layers), ranks)
-    now = situation(workload, 1, layers, (layers, layers), start)
+    asked = question(workload, 1, layers, (layers, layers), start)
+    now = evaluate(asked.problem, asked.now)
     begun = time.process_time()
-    choice = decide_move(now)
+    decision = decided(asked.problem, now, asked.rules, asked.readings)
     seconds = time.process_time() - begun
-    target = start if choice is None else choice.target
-    moves = moves_between_ranks(start, target, range(ranks))
+    moves = moves_between_ranks(start, decision.plan.partition, range(ranks))
     return {
         "decide": seconds,
         "moved_layers": len(moves),
         "moved_bytes": sum(layers[move.layer].moved_bytes for move in moves),
-        "move": 0.0 if choice is None else choice.on_the_way,
-        "step": now.seconds_of(layers, target),
+        "move": decision.verdict.price,
+        "step": decision.plan.step,
     }
 
 

@@ -49,12 +49,11 @@ from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, best, dense, in_blocks, name_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import markdown
+from benchmarks.reshape import decided as decided_now
 from dynmo.cost.profile_file import Profile
 from dynmo.plan.bisection import exact
-from dynmo.plan.mesh_search import MeshRequest
 from dynmo.plan.partition import Partition, stage_loads, uniform
-from dynmo.plan.problem import Mesh
-from dynmo.plan.reshape import reshape
+from dynmo.plan.problem import Choice, Mesh, Problem, Work
 from dynmo.schedule.bounds import Objective
 
 CASES = (
@@ -181,26 +180,17 @@ def halved(layers: Layers, ranks: int, room: int) -> Partition:
 def decided(moments: Sequence[Layers], room: int, frozen: int) -> tuple[list[float], list[int]]:
     """Replays the decisions of `elastic.reshape`. Returns seconds and replicas by moment."""
     mesh = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1")
-    partition = uniform(len(moments[0]), RANKS)
+    now = Choice(mesh, uniform(len(moments[0]), RANKS))
     seconds: list[float] = []
     replicas: list[int] = []
     for layers in moments:
         first = next(i for i, x in enumerate(layers) if x.b or x.w)
         names = tuple(str(i) for i in range(len(layers)))
         profile = Profile(sized(layers, frozen), names, first, microbatch=1)
-        request = MeshRequest(
-            profile,
-            RANKS,
-            MICROBATCHES,
-            (1,),
-            ("zb-h1",),
-            memory_limit=room,
-            objective=Objective.MAKESPAN,
-        )
-        change = reshape(request, mesh, partition, horizon_steps=STEPS)
-        mesh, partition = change.plan.mesh, change.plan.plan.partition
-        seconds.append(change.plan.seconds)
-        replicas.append(mesh.replicas)
+        _, plan = decided_now(Problem(profile, Work(Objective.MAKESPAN), room), now, 0.0)
+        now = plan.choice
+        seconds.append(plan.seconds)
+        replicas.append(now.mesh.replicas)
     return seconds, replicas
 
 

@@ -40,12 +40,11 @@ from benchmarks.cost_traces import (
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.plan.best import search
 from dynmo.plan.bisection import exact
-from dynmo.plan.evaluate import Plan
-from dynmo.plan.mesh_search import MeshRequest
+from dynmo.plan.decide import Kind, Readings, Rules, decide
+from dynmo.plan.evaluate import Plan, evaluate
+from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.problem import Allowed, Mesh, Problem
-from dynmo.plan.reshape import reshape
-from dynmo.schedule.memory import least_limit
+from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
 
 CASES = (
     ("early_exit", 2048),
@@ -75,6 +74,22 @@ def asked(layers: Layers, memory: int) -> tuple[Problem, Allowed]:
     limit = share * next(r for r in range(memory + 1, RANKS + 1) if RANKS % r == 0) - 1
     problem = replace(problem_of(sized), memory_limit=limit)
     return problem, Allowed(RANKS, MICROBATCHES, (1,), ("zb-h1",), keep=4)
+
+
+def decided(problem: Problem, now: Choice, seconds_per_byte: float) -> tuple[bool, Plan]:
+    """Returns whether `elastic.reshape` or the balancer changes a run, and the plan from then on.
+
+    A gain counts as certain, and each moment has some steps.
+    """
+    problem = replace(problem, work=replace(problem.work, end=STEPS))
+    plan = evaluate(problem, now)
+    readings = Readings((problem.layers,) * 2, seconds_per_byte=seconds_per_byte)
+    kinds: tuple[Kind, ...] = ("mesh", "placement")
+    for kind in kinds:
+        decision = decide(problem, plan, Rules(kind, Balance(margin=1.5)), readings)
+        if decision.verdict.pays:
+            return True, decision.plan
+    return False, plan
 
 
 def busiest(plan: Plan) -> float:
@@ -152,25 +167,16 @@ def load_and_step(layers: Layers, partition: Partition) -> tuple[float, float]:
 
 def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
     """Replays the decisions of `balance.reshape` from moment to moment."""
-    mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
+    start = in_halves(uniform(BLOCKS, RANKS))
+    now = Choice(Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), start)
     changes, seconds = 0, 0.0
     for layers in moments:
-        problem, allowed = asked(layers, memory)
-        request = MeshRequest(
-            problem.profile,
-            RANKS,
-            MICROBATCHES,
-            allowed.sizes,
-            allowed.schedules,
-            memory_limit=least_limit(problem.memory_limit),
-            objective=problem.work.objective,
-            keep=allowed.keep,
-        )
-        change = reshape(request, mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
-        changes += change.decision.move
-        mesh, partition = change.plan.mesh, change.plan.plan.partition
-        seconds += change.plan.seconds / len(moments)
-    return {"changes": changes, "seconds": seconds, "last": f"{mesh.pipeline}x{mesh.replicas}"}
+        changed, plan = decided(asked(layers, memory)[0], now, 0.1)
+        changes += changed
+        now = plan.choice
+        seconds += plan.seconds / len(moments)
+    last = f"{now.mesh.pipeline}x{now.mesh.replicas}"
+    return {"changes": changes, "seconds": seconds, "last": last}
 
 
 def measure(stride: int, cases: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from dynmo.data.samples import Encoder
 from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
 from dynmo.models.huggingface.weight_files import stored_in
-from dynmo.plan import situation, workload
+from dynmo.plan import records as decision_records
+from dynmo.plan import workload
 
 
 def records(path: Path, kind: str) -> None:
@@ -49,7 +50,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "workload": workload.read,
     "costs": lambda path: costs_file.read_costs(path, 2),
     "profile": profile_file.read,
-    "decisions": lambda path: list(situation.read_records(path)),
+    "decisions": lambda path: list(decision_records.read_records(path)),
     "events": lambda path: list(events.read(path)),
     "jsonl": lambda path: records(path, "jsonl"),
     "parquet": lambda path: records(path, "parquet"),
@@ -60,7 +61,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-KEYS = ("weight_map", "dtype", "vocab", "event", "step", "kind", "situation", "answer", "input_ids")
+KEYS = ("weight_map", "dtype", "vocab", "event", "step", "problem", "rules", "answer", "input_ids")
 KEYS += ("labels", "text", "messages", "model", "train", "layers", "ranks", "f", "b", "w", "data")
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(KEYS),

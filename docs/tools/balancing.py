@@ -16,7 +16,7 @@ from dynmo.plan.bisection import Chain, exact
 from dynmo.plan.diffusion import diffuse
 from dynmo.plan.evaluate import pipeline_costs
 from dynmo.plan.partition import Partition
-from dynmo.plan.trigger import worth_moving
+from dynmo.plan.pays import Change, Interval, pays
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Timeline, simulate
@@ -142,7 +142,9 @@ def _least_gain(steps: int) -> float:
 
 
 def _decide(gain: float, steps: int) -> bool:
-    return worth_moving(STEP, STEP * (1 - gain), steps, MOVE, MARGIN, HYSTERESIS).move
+    change = Change(MOVE, MOVE, MARGIN, HYSTERESIS)
+    then = STEP, STEP * (1 - gain)
+    return pays(change, [Interval(0, steps, ())], lambda _: then).pays
 
 
 def draw(folder: Path) -> None:

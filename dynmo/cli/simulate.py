@@ -239,37 +239,36 @@ def picture(result: ReplayResult) -> list[str]:
 
 def _replay_decisions(path: Path, as_json: bool) -> None:
     """Prints each decision of a run, its reason, and whether the answer is the same again."""
-    from dynmo.plan.decisions import ask_again
-    from dynmo.plan.situation import read_records
+    from dynmo.plan.records import read_records
 
-    rows = [(record, *ask_again(record)) for record in read_records(path)]
+    rows = [(record, record.again()) for record in read_records(path)]
     if not rows:
         raise InputError(f"{path} has no decisions")
     if as_json:
         decisions = [
             {
-                "step": record.situation.step,
+                "step": record.problem.work.step,
                 "kind": record.kind,
                 "decided": record.answer,
-                "again": answer,
-                "reason": reason,
+                "again": again.answer,
+                "reason": again.verdict.reason,
             }
-            for record, answer, reason in rows
+            for record, again in rows
         ]
-        same = all(record.answer == answer for record, answer, _ in rows)
+        same = all(record.answer == again.answer for record, again in rows)
         print(json.dumps({"decisions": decisions, "same": same}, allow_nan=False))
         return
     print_table(
         [
             {
-                "step": str(record.situation.step),
+                "step": str(record.problem.work.step),
                 "what": record.kind,
                 "again": "the same"
-                if answer == record.answer
-                else f"differs: {json.dumps(answer)}",
-                "why": reason,
+                if again.answer == record.answer
+                else f"differs: {json.dumps(again.answer)}",
+                "why": again.verdict.reason,
             }
-            for record, answer, reason in rows
+            for record, again in rows
         ],
         f"{path}: {len(rows)} decisions",
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ from dynmo.elastic.grant import Grant, cost_records
 from dynmo.elastic.launch_folder import tell_launcher
 from dynmo.elastic.member import Member, count_text, describe, member_from, member_text, own_member
 from dynmo.elastic.rank_source import RankSource
-from dynmo.errors import NoRoomError, PartitionError
+from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.gathering import rules_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
@@ -203,25 +204,22 @@ class Elasticity:
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
         elastic, size = self.options.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
-        try:
-            wish = self._rebalancer.ranks(
-                self._rebalancer.situation(
-                    step, nodes=nodes, there=there, most=self._most, reference=self.reference
-                )
-            )
-        except PartitionError as error:  # the wish cannot be met with the present layers
-            self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {error}"))
+        rules = rules_of(self.options, self._pipeline, "ranks")
+        rules = replace(rules, there=there, most=self._most)
+        decision = self._rebalancer.decide(step, rules, nodes, self.reference)
+        if decision.refusal is not None:  # the wish cannot be met with the present layers
+            self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {decision.refusal}"))
             return None
-        self.reference, self._wanted = wish.reference, wish.ranks
-        if self._source is not None and elastic.changes_ranks and wish.ranks > there:
-            self._source.request(wish.ranks - size - self._source.waiting)
+        self.reference, self._wanted = decision.reference, decision.ranks
+        if self._source is not None and elastic.changes_ranks and decision.ranks > there:
+            self._source.request(decision.ranks - size - self._source.waiting)
         self._refused = there - size
-        mesh, decision = wish.choice.mesh, wish.choice.decision
-        if not decision.move:
+        if not decision.verdict.pays:
             return None
+        mesh = decision.plan.mesh
         microbatches = mesh.microbatches * mesh.replicas
-        target = NextMesh(mesh.pipeline, mesh.replicas, wish.choice.partition, microbatches)
-        return _Plan(target, decision.reason, decision.predicted_gain)
+        target = NextMesh(mesh.pipeline, mesh.replicas, decision.plan.partition, microbatches)
+        return _Plan(target, decision.verdict.reason, decision.verdict.gain)
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until all missing newcomers are there. Returns the number of present ones."""

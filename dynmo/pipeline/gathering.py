@@ -1,18 +1,25 @@
-"""Gathers what an engine has measured: costs, a situation to decide on, and a costs file."""
+"""Gathers what an engine has measured: costs, a problem to decide on, and a costs file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.mesh_plan import Mesh
-from dynmo.plan.situation import Situation, with_all_shares
+from dynmo.plan.meshes import fewer_replicas, near_sizes
+from dynmo.plan.problem import Choice, Mesh, Problem, Work
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import AUTO, shapes_of
+
+if TYPE_CHECKING:
+    from dynmo.plan.decide import Kind, Rules
+
+UNKNOWN_LINK = 1e9
+"""Bytes per second between ranks, if there is one rank and nothing to measure."""
 
 
 def measured_costs(engine: Engine, shapes: tuple[LayerCost, ...] | None) -> tuple[LayerCost, ...]:
@@ -25,16 +32,16 @@ def measured_costs(engine: Engine, shapes: tuple[LayerCost, ...] | None) -> tupl
     return with_workspace(costs, shapes, engine.store.layout.recomputed)
 
 
-def gather(
+def problem_of(
     options: PipelineOptions,
     engine: Engine,
     costs: tuple[LayerCost, ...],
-    *,
-    step: int,
+    step: int = 0,
     forecasts: Sequence[Sequence[Forecast]] = (),
+    kind: Kind = "placement",
     **known: Any,
-) -> Situation:
-    """Gathers a situation. All ranks call it together, and get the same.
+) -> Problem:
+    """Returns what an engine knows before a step. All ranks get the same.
 
     Args:
         options: Options of the pipeline.
@@ -42,50 +49,63 @@ def gather(
         costs: Cost of each layer from all readings.
         step: The next step.
         forecasts: What each dynamic case expects.
-        known: Further fields of `Situation`.
+        kind: What is decided on. Other meshes need some link, even if a pipeline has one rank now.
+        known: Further fields of `Problem`.
     """
-    layout, keeper, elastic = engine.store.layout, engine.schedule_keeper, options.elastic
-    links = mesh_links = tuple(keeper.links.items())
+    profile = replace(profile_of(options, engine, costs), microbatch=options.samples)
     everyone = engine.store.world.everyone
-    if not links and everyone.size > 1 and (elastic.reshape or known.get("nodes")):
-        mesh_links = tuple(measure_links(everyone, [(0, 1)]).items())
-    return Situation(
-        step=step,
-        end=options.end,
-        layers=costs,
-        halves=engine.halves(costs),
-        names=engine.model.names,
-        first_trainable=engine.store.frozen.first_trainable,
-        links=links,
-        mesh=Mesh(
-            layout.ranks, layout.replicas, layout.microbatches, options.samples, layout.schedule
+    if not profile.links and everyone.size > 1 and kind != "placement":
+        profile = replace(profile, links=tuple(measure_links(everyone, [(0, 1)]).items()))
+    rates = [link.bytes_per_second for _, link in profile.links]
+    return Problem(
+        profile,
+        Work(
+            objective=engine.schedule_keeper.objective,
+            post_validation=options.post_validation,
+            chunks=options.chunks,
+            accumulation_groups=engine.store.accumulation_groups,
+            zero=options.zero,
+            cost=options.balance.cost,
+            seed=options.seed,
+            step=step,
+            end=options.end,
         ),
-        partition=layout.partition,
-        scheduled=keeper.scheduled,
         speeds=engine.speeds.current,
-        scheduled_speeds=keeper.known_speeds,
-        is_measured=keeper.known is not None,
+        bandwidth=min(rates, default=UNKNOWN_LINK),
         forecasts=tuple(map(tuple, forecasts)),
-        chunks=options.chunks,
-        objective=keeper.objective,
-        post_validation=options.post_validation,
-        zero=options.zero,
-        expert=options.expert,
-        accumulation_groups=engine.store.accumulation_groups,
-        moments=engine.store.groups.moments,
-        masters=options.precision != "float32",
-        shapes=options.mesh_rule(engine.model.layers).shapes(everyone.size)
-        if elastic.reshape
-        else (),
-        mesh_links=mesh_links,
-        balance=options.balance,
-        elastic=elastic,
-        seed=options.seed,
-        schedules=()
-        if options.schedule != AUTO
-        else shapes_of(AUTO, layout.ranks, layout.microbatches, engine.model.layers),
         **known,
     )
+
+
+def choice_of(options: PipelineOptions, engine: Engine) -> Choice:
+    """Returns the mesh and the placement with which an engine trains.
+
+    Measured costs have recomputation in them.
+    """
+    layout = engine.store.layout
+    sizes = layout.microbatches, options.samples
+    return Choice(Mesh(layout.ranks, layout.replicas, *sizes, layout.schedule), layout.partition)
+
+
+def rules_of(options: PipelineOptions, engine: Engine, kind: Kind) -> Rules:
+    """Returns what a run may change."""
+    from dynmo.plan.decide import Rules
+
+    rules = Rules(kind, options.balance, options.elastic)
+    layout, layers, elastic = engine.store.layout, engine.model.layers, options.elastic
+    if kind == "placement":
+        if options.schedule != AUTO:
+            return rules
+        names = shapes_of(AUTO, layout.ranks, layout.microbatches, layers)
+        return replace(rules, schedules=names)
+    if kind == "mesh":
+        meshes = options.mesh_rule(layers).shapes(engine.store.world.everyone.size)
+        return replace(rules, replicas=tuple(replicas for _, replicas in meshes))
+    mesh, groups = choice_of(options, engine).mesh, engine.store.accumulation_groups
+    # Replicas that share experts stay together.
+    replicas = fewer_replicas(mesh, groups) if options.expert == 1 else (mesh.replicas,)
+    sizes = near_sizes(mesh, groups, replicas) if elastic.retune else ()
+    return replace(rules, replicas=replicas, sizes=sizes)
 
 
 def profile_of(
@@ -95,12 +115,8 @@ def profile_of(
     steps: int | None = None,
 ) -> Profile:
     """Returns the costs of a pipeline's layers as a costs file records them."""
-    if options.zero:
-        replicas, masters = pipeline.store.world.replicas, options.precision != "float32"
-        moments = pipeline.store.groups.moments
-        costs = tuple(with_all_shares(cost, replicas, moments, masters) for cost in costs)
     return Profile(
-        layers=costs,
+        layers=whole_costs(options, pipeline, costs),
         names=pipeline.model.names,
         first_trainable=pipeline.store.frozen.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
@@ -112,3 +128,28 @@ def profile_of(
         schedule=pipeline.store.layout.schedule,
         steps=steps,
     )
+
+
+def whole_costs(
+    options: PipelineOptions, engine: Engine, costs: tuple[LayerCost, ...]
+) -> tuple[LayerCost, ...]:
+    """Returns measured costs without ZeRO's division."""
+    if not options.zero:
+        return costs
+    masters, moments = options.precision != "float32", engine.store.groups.moments
+    replicas = engine.store.world.replicas
+    return tuple(with_all_shares(cost, replicas, moments, masters) for cost in costs)
+
+
+def with_all_shares(cost: LayerCost, replicas: int, moments: int, masters: bool) -> LayerCost:
+    """Returns a layer's cost with all replicas' shares of its optimizer state.
+
+    No share is larger than this one, which bounds them. Not every parameter may have a master. For
+    a frozen layer nothing else is known.
+    """
+    most = replicas * cost.optimizer_bytes
+    if not cost.gradient_bytes:
+        return replace(cost, optimizer_bytes=most)
+    copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
+    state = min(most, (moments + masters) * cost.gradient_bytes)
+    return replace(cost, optimizer_bytes=state, rollback_bytes=copies)

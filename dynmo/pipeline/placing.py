@@ -71,11 +71,11 @@ def first_shape(
 def check_own_rules(options: PipelineOptions) -> None:
     """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
     if options.balance.balancer.startswith("python:"):
-        from dynmo.plan.balance_request import balancer
+        from dynmo.plan.balancers import balancer
 
         balancer(options.balance.balancer)
     if options.elastic.algorithm != "fewest":
-        from dynmo.plan.rank_merging import find_rule
+        from dynmo.plan.merging import find_rule
 
         find_rule(options.elastic.algorithm)
 

@@ -1,17 +1,18 @@
 """Measures, decides and acts between two steps.
 
-gather --> Situation --> decide (pure) --> all ranks agree --> act
+gather --> Problem, Plan now, Rules, Readings --> decide (pure) --> all ranks agree --> act
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import NoRoomError, PartitionError
+from dynmo.errors import NoRoomError
 from dynmo.events import (
     ChangeEvent,
     Event,
@@ -23,18 +24,30 @@ from dynmo.events import (
 )
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import Cases
+from dynmo.pipeline.gathering import (
+    choice_of,
+    measured_costs,
+    problem_of,
+    rules_of,
+    whole_costs,
+)
 from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.rebalance_watch import RebalanceWatch
 from dynmo.plan.partition import Partition
-from dynmo.plan.trigger import RebalanceWatch
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
-    from dynmo.plan.decisions import MeshChoice, MoveChoice, RankWish
-    from dynmo.plan.situation import DecisionRecord, Kind, Situation
+    from dynmo.plan.decide import Decision, Rules
+    from dynmo.plan.records import DecisionRecord
 
+_ACTS = {
+    "placement": "whether to move layers",
+    "mesh": "whether to reshape",
+    "ranks": "how many ranks go on",
+}
 # Assumed seconds of the first change of ranks.
 _FIRST_PAUSE = 1.0
 
@@ -58,7 +71,7 @@ class Rebalancer:
     It asks the configured balancer every `balance.every` steps. With "auto" it asks when
     `RebalanceWatch` sees a reason. It moves layers if the simulator says that the gain repays the
     move before a dynamic case ends it. No move rests on one reading of a time, or on one half of
-    the readings alone (`trigger.confirmed`). After a move that disappoints, the next one must
+    the readings alone (`pays.confirm`). After a move that disappoints, the next one must
     promise more (`MoveGain`).
 
     Every rank has a Rebalancer and calls every method alike. Costs are the same on all ranks, so
@@ -92,6 +105,7 @@ class Rebalancer:
         self._fixed = 0.0
         # Seconds of the last change of ranks.
         self._pause = _FIRST_PAUSE
+        self._costs = tuple[LayerCost, ...]()  # those of the last decision
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
         # The decisions before the step, with what they rested on.
@@ -133,61 +147,70 @@ class Rebalancer:
         # A run that was just resumed has measured nothing to decide on.
         return self.should_check(step) and self.measured
 
-    # -- measuring ---------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
-    def situation(
+    def decide(
         self,
         step: int,
-        *,
-        nodes: Sequence[str] = (),
-        there: int = 1,
-        most: int = 1,
+        rules: Rules,
+        machines: Sequence[str] = (),
         reference: float | None = None,
-    ) -> Situation:
-        """Gathers what is known before `step`. All ranks call it together, and get the same."""
-        from dynmo.pipeline.gathering import gather, measured_costs
+    ) -> Decision:
+        """Decides before `step`. All ranks call it together, and compare the answer."""
+        from dynmo.plan.decide import Readings, decide
+        from dynmo.plan.evaluate import evaluate
+        from dynmo.plan.records import DecisionRecord
 
         start = time.perf_counter()
-        engine, world = self._engine, self._engine.store.world
-        fixed, doubt, preempted, pause = maxima(
-            world, (self._fixed, self._gain.doubt, engine.profiler.preempted, self._pause)
-        )
-        costs = measured_costs(engine, self._shapes)
-        if self._cases.keep_kinds:
-            speeds = engine.speeds.current
-            uncertain = engine.speeds.measure(costs, preempted)
-            if uncertain and self._watch is not None:
-                self._watch.check_later()
-            if engine.speeds.current != speeds:
-                costs = measured_costs(engine, self._shapes)
-        situation = gather(
-            self._options,
-            self._engine,
+        engine, world, options = self._engine, self._engine.store.world, self._options
+        given = self._fixed, self._gain.doubt, engine.profiler.preempted, self._pause
+        fixed, doubt, preempted, pause = maxima(world, given)
+        costs = self._costs = self._measured(preempted)
+        problem = problem_of(
+            options,
+            engine,
             costs,
-            step=step,
-            forecasts=self._cases.forecasts(step - 1),
+            step,
+            self._cases.forecasts(step - 1),
+            rules.kind,
             memory_limit=self._memory_limit,
-            fixed_seconds=fixed,
+            machines=tuple(machines),
+        )
+        keeper = engine.schedule_keeper
+        whole = partial(whole_costs, options, engine)
+        readings = Readings(
+            halves=tuple(map(whole, engine.halves(costs))),
             doubt=doubt,
             preempted=preempted,
+            fixed_seconds=fixed,
             pause=pause,
-            nodes=tuple(nodes),
-            there=there,
-            most=most,
+            scheduled=None if keeper.scheduled is None else whole(keeper.scheduled),
+            scheduled_speeds=keeper.known_speeds,
+            is_measured=keeper.known is not None,
             reference=reference,
         )
-        self.overhead.measure += time.perf_counter() - start
-        return situation
+        gathered = time.perf_counter()
+        now = evaluate(problem, choice_of(options, engine))
+        decision = decide(problem, now, rules, readings)
+        self.records.append(DecisionRecord(problem, now.choice, rules, readings, decision.answer))
+        if decision.verdict.uncertain and self._watch is not None:
+            self._watch.check_later()
+        self.overhead.measure += gathered - start
+        self.overhead.decide += time.perf_counter() - gathered
+        agree(world, decision.answer, _ACTS[rules.kind])
+        return decision
 
-    def _record(self, kind: Kind, situation: Situation, answer: dict[str, Any]) -> None:
-        from dynmo.plan.situation import DecisionRecord
-
-        self.records.append(DecisionRecord(kind, situation, answer))
-
-    def _agree(self, decision: object, what: str) -> None:
-        # Floats decide nothing more and are left out. Their last bit may differ between kinds of
-        # CPU.
-        agree(self._engine.store.world, decision, what)
+    def _measured(self, preempted: float) -> tuple[LayerCost, ...]:
+        """Returns the costs of the layers. Measures the speeds of the ranks, too."""
+        speeds = self._engine.speeds
+        costs = measured_costs(self._engine, self._shapes)
+        if not self._cases.keep_kinds:
+            return costs
+        before = speeds.current
+        if speeds.measure(costs, preempted) and self._watch is not None:
+            self._watch.check_later()
+        same = speeds.current == before
+        return costs if same else measured_costs(self._engine, self._shapes)
 
     # -- mesh and ranks ----------------------------------------------------------------------------
 
@@ -201,19 +224,12 @@ class Rebalancer:
         """
         if not self._unshaped:
             return None
-        from dynmo.plan.decisions import decide_mesh
-
-        situation, start = self.situation(step), time.perf_counter()
-        choice: MeshChoice = decide_mesh(situation)
-        self._record("mesh", situation, choice.answer)
-        self._unshaped = choice.decision.uncertain
-        if choice.decision.uncertain and self._watch is not None:
-            self._watch.check_later()
-        self.overhead.decide += time.perf_counter() - start
-        self._agree(choice.answer, "whether to reshape")
-        if choice.mesh is None:
+        decision = self.decide(step, rules_of(self._options, self._engine, "mesh"))
+        self._unshaped = decision.verdict.uncertain
+        mesh = decision.plan.mesh
+        if not decision.verdict.pays:
             return None
-        return choice.mesh.pipeline, choice.mesh.replicas, choice.partition
+        return mesh.pipeline, mesh.replicas, decision.plan.partition
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
         engine, start = self._engine, time.perf_counter()
@@ -234,19 +250,6 @@ class Rebalancer:
 
     def use(self, options: PipelineOptions) -> None:
         self._options = options
-
-    def ranks(self, situation: Situation) -> RankWish:
-        """Asks for the number of ranks on which the run should go on."""
-        from dynmo.plan.decisions import decide_ranks
-
-        start = time.perf_counter()
-        wish = decide_ranks(situation)
-        self._record("ranks", situation, wish.answer)
-        if wish.choice.decision.uncertain and self._watch is not None:
-            self._watch.check_later()
-        self.overhead.decide += time.perf_counter() - start
-        self._agree(wish.answer, "how many ranks go on")
-        return wish
 
     def on_resize(
         self, step: int, gain: float | None, seconds: float = 0.0
@@ -273,88 +276,76 @@ class Rebalancer:
     # -- placement and schedule --------------------------------------------------------------------
 
     def consider(self, step: int) -> list[Event]:
-        """Decides before `step`, and acts if that pays.
-
-        It decides first on the placement, then on the schedule. The ranks compare their decision
-        before layers move or stay.
-        """
-        from dynmo.plan.decisions import decide_schedule, move_answer, schedule_answer
-
+        """Decides before `step` on the placement and the schedule, and acts if that pays."""
         if self._watch is not None:
             self._watch.decided()
-        layout, overhead, begun = self._engine.store.layout, self.overhead, time.perf_counter()
-        speeds = self._engine.speeds.current
-        situation, moved = self.situation(step), overhead.move
-        start = time.perf_counter()
-        choice, done = self._choose(situation)
-        if situation.speeds != speeds:
-            known = situation.speeds or (1.0,) * layout.ranks
-            done = [SpeedsEvent(step, known), *done]
-        moves = choice is not None and choice.decision.move
-        self._record("move", situation, move_answer(choice))
-        if choice is not None and moves:
-            self._agree(move_answer(choice), "whether to move layers")
-            done += self._move(step, choice, start - begun, time.perf_counter() - start)
-        # Costs change if the move has switched recomputation.
-        after = self._engine.store.layout
-        situation = situation.under(after.schedule)
-        gain = None
-        if after.recomputed == layout.recomputed:
-            gain = decide_schedule(situation, after.partition)
-            self._record("schedule", situation, schedule_answer(after.partition, gain))
-        if gain is not None:
-            self._actions.replan(situation.layers)
-        if not moves:
-            # After a move the ranks compare the schedule of the new placement.
-            self._agree((move_answer(choice), gain is not None), "whether to move layers")
-        overhead.decide += time.perf_counter() - start - (overhead.move - moved)
-        return [*done, ScheduleEvent(step, after.schedule, gain)] if gain else done
-
-    def _choose(self, situation: Situation) -> tuple[MoveChoice | None, list[Event]]:
-        """Returns the possible move, and an event if there is no placement for the first time."""
-        from dynmo.plan.decisions import decide_move
-
-        try:
-            choice = decide_move(situation)
-        except PartitionError as error:
-            # No room, or the baseline has no placement for such layers.
-            why = f"layers stay where they are: {error}"
-            told = [] if self._told else [ChangeEvent(situation.step, "balance", (), why)]
+        speeds, overhead = self._engine.speeds, self.overhead
+        before, spent = speeds.current, (overhead.measure, overhead.decide)
+        decision = self.decide(step, rules_of(self._options, self._engine, "placement"))
+        told: list[Event] = []
+        if speeds.current != before:
+            known = speeds.current or (1.0,) * self._engine.store.layout.ranks
+            told.append(SpeedsEvent(step, known))
+        if decision.refusal is not None and not self._told:
             self._told = True
-            return None, list[Event](told)
-        if choice is not None and choice.decision.uncertain and self._watch is not None:
-            self._watch.check_later()
-        return choice, []
+            why = f"layers stay where they are: {decision.refusal}"
+            told.append(ChangeEvent(step, "balance", (), why))
+        if decision.verdict.pays:
+            measuring, deciding = overhead.measure - spent[0], overhead.decide - spent[1]
+            told += self._move(step, decision, measuring, deciding)
+        elif decision.remade is not None:
+            told += self._replan(step, decision.remade)
+        return told
 
     def _move(
-        self, step: int, choice: MoveChoice, measuring: float, deciding: float
+        self, step: int, decision: Decision, measuring: float, deciding: float
     ) -> list[Event]:
-        start = time.perf_counter()
-        source = self._engine.store.layout.partition
+        start, layout = time.perf_counter(), self._engine.store.layout
+        plan, verdict = decision.plan, decision.verdict
+        schedule = plan.mesh.schedule if plan.mesh.schedule != layout.schedule else None
+        expected = verdict.price - self.records[-1].readings.fixed_seconds
         try:
-            migration = self._actions.move(choice.target, choice.schedule)
+            migration = self._actions.move(plan.partition, schedule)
         except NoRoomError:
             # With "recompute" = "auto" the largest possible bytes count, not the measured bytes.
             # All ranks fail alike.
-            return []
+            rules = rules_of(self._options, self._engine, "placement")
+            still = rules.balance.model_copy(update={"balancer": "none"})
+            remade = self.decide(step, replace(rules, balance=still)).remade
+            return [] if remade is None else self._replan(step, remade)
         ended = time.perf_counter()
-        self._fixed = max(0.0, migration.seconds - choice.on_the_way)
+        self._fixed = max(0.0, migration.seconds - expected)
         self.overhead.move += ended - start
         self.moves += 1
         if self._watch is not None:
             self._watch.moved()
-        result = self._gain.on_move(step, self.moves, choice.decision.predicted_gain)
-        done = RebalanceEvent(
-            step,
-            self.moves,
-            source.counts,
-            choice.target.counts,
-            migration.moved_bytes,
-            deciding + ended - start,
-            choice.decision.predicted_gain,
-            choice.decision.reason,
-            measuring,
-            deciding,
-            choice.schedule,
+        result = self._gain.on_move(step, self.moves, verdict.gain)
+        done: list[Event] = [] if result is None else [result]
+        done.append(
+            RebalanceEvent(
+                step,
+                self.moves,
+                layout.partition.counts,
+                plan.partition.counts,
+                migration.moved_bytes,
+                deciding + ended - start,
+                verdict.gain,
+                verdict.reason,
+                measuring,
+                deciding,
+                schedule,
+            )
         )
-        return [done] if result is None else [result, done]
+        # Costs change if the move has switched recomputation.
+        same = self._engine.store.layout.recomputed == layout.recomputed
+        if decision.remade is not None and same:
+            done += self._replan(step, decision.remade)
+        return done
+
+    def _replan(self, step: int, gain: float) -> list[Event]:
+        """Makes the schedule anew. No event tells of a schedule that saves nothing."""
+        start = time.perf_counter()
+        self._actions.replan(self._costs)
+        self.overhead.decide += time.perf_counter() - start
+        name = self._engine.store.layout.schedule
+        return [ScheduleEvent(step, name, gain)] if gain else []

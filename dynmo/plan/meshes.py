@@ -6,9 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
+
+if TYPE_CHECKING:
+    from dynmo.plan.problem import Mesh
 
 
 def accumulation_problem(groups: int, replicas: int, microbatches: int) -> str | None:
@@ -61,6 +65,31 @@ class MeshRule:
             if not any(accumulation_problem(n, r, self.microbatches) for r in replicas)
         ]
         return " or ".join(fitting[:4]) if fitting else "another train.global_batch"
+
+
+def fewer_replicas(mesh: Mesh, groups: int) -> tuple[int, ...]:
+    """Returns the numbers of replicas that other numbers of ranks may have.
+
+    A model may not allow more replicas than now.
+    """
+    batch = mesh.replicas * mesh.microbatches
+    fewer = (each for each in divisors(batch) if each <= mesh.replicas)
+    return tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
+
+
+def near_sizes(mesh: Mesh, groups: int, replicas: Collection[int]) -> tuple[int, ...]:
+    """Returns sizes of a microbatch that the accumulation groups allow.
+
+    Candidates are the present size, its halves and its doubles.
+    """
+    size, batch = mesh.micro_batch, mesh.global_batch
+    near = sorted({size // 4, size // 2, size, 2 * size, 4 * size} - {0})
+    return tuple(
+        each
+        for each in near
+        if batch % each == 0
+        and not any(accumulation_problem(groups, count, batch // each) for count in replicas)
+    )
 
 
 def divisors(total: int) -> list[int]:

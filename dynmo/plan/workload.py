@@ -3,7 +3,7 @@
     moments    |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
     decisions  ^     ^     ^     ^     ^     ^                every so many steps
 
-Nothing is run. A decision is that of a run: `decide_move` is asked with what a run would know, the
+Nothing is run. A decision is that of a run: `decide` is asked with what a run would know, the
 readings of the newest steps before it. If a dynamic case announces that costs change, readings that
 no longer hold are dropped. Costs that differ with the tokens of each step are not announced.
 
@@ -34,18 +34,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from dynmo.cost.input_file import Link, read_json, read_text, unknown_key
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES, Profile, alias
-from dynmo.cost.readings import WINDOW, Readings, Times
-from dynmo.errors import InputError, PartitionError, one_line
+from dynmo.cost.readings import WINDOW, Times
+from dynmo.cost.readings import Readings as Window
+from dynmo.errors import InputError, one_line
 from dynmo.files import parse_toml
 from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole, problems_of
 from dynmo.plan.best import plan_on
-from dynmo.plan.decisions import decide_move
+from dynmo.plan.decide import Readings, Rules
 from dynmo.plan.evaluate import Plan, evaluate, even_costs, frozen_stages, roomy_caps
 from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem, Work
-from dynmo.plan.situation import Situation
+from dynmo.plan.records import DecisionRecord
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, entry, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
@@ -344,7 +345,7 @@ def replay(workload: Workload) -> ReplayResult:
             f"policy.initial counts {current.layers} layers on {current.stages} stages, but there "
             f"are {even.layers} layers on {even.stages} stages"
         )
-    readings = [Readings() for _ in layers]
+    readings = [Window() for _ in layers]
     mine, static, perfect = list[StepTime](), list[StepTime](), list[StepTime]()
     considered, partitions = list[Rebalance](), list[tuple[int, ...]]()
     asked, decided = None, list[Rebalance]()
@@ -353,21 +354,21 @@ def replay(workload: Workload) -> ReplayResult:
     for start, stop in pairwise([*cuts, workload.steps]):  # costs and placement stay until `stop`
         if start and start % policy.every == 0:
             known, halves = _condensed(readings, layers)
-            question = known, halves, current
+            facts = known, halves, current
             # Whether a gain is too small does not depend on the steps that are left.
-            if question != asked or any(x.predicted_gain >= least for x in decided):
-                decided = _decide(situation(workload, start, *question))
-            asked = question
+            if facts != asked or any(x.predicted_gain >= least for x in decided):
+                decided = _decide(question(workload, start, *facts))
+            asked = facts
             considered += [replace(x, step=start) for x in decided]
             if decided and decided[0].moved:
                 target = Partition(decided[0].target)
                 for move in moves_between_ranks(current, target, steps.stage_ranks):
-                    readings[move.layer] = Readings()
+                    readings[move.layer] = Window()
                 current = target
         before, layers = layers, moments.get(start, layers)
         for index, (old, new) in enumerate(zip(before, layers, strict=True)):
             if workload.announced and old != new:
-                readings[index] = Readings()
+                readings[index] = Window()
         count = stop - start
         for reading, layer in list(zip(readings, layers, strict=True)) * min(count, WINDOW):
             reading.add_alike(Times(layer.f, layer.b, layer.w), workload.announced)
@@ -389,7 +390,7 @@ def replay(workload: Workload) -> ReplayResult:
     )
 
 
-def _condensed(readings: Sequence[Readings], layers: Layers) -> tuple[Layers, tuple[Layers, ...]]:
+def _condensed(readings: Sequence[Window], layers: Layers) -> tuple[Layers, tuple[Layers, ...]]:
     """Returns costs by all readings, and by the earlier and by the later ones alone.
 
     The latter are missing if some layer has one reading only.
@@ -405,53 +406,43 @@ def _condensed(readings: Sequence[Readings], layers: Layers) -> tuple[Layers, tu
     return known, tuple(halves)
 
 
-def situation(
+def question(
     workload: Workload, step: int, layers: Layers, halves: tuple[Layers, ...], current: Partition
-) -> Situation:
-    """Returns what a run knows before a step."""
-    problem = _problem(workload, layers)
-    return Situation(
+) -> DecisionRecord:
+    """Returns what a run would decide on before a step."""
+    policy, problem = workload.policy, _problem(workload, layers)
+    work = Work(
+        workload.objective,
+        chunks=workload.chunks,
+        accumulation_groups=workload.replicas,
+        cost=policy.cost,
+        seed=policy.seed,
         step=step,
         end=workload.steps,
-        layers=layers,
-        halves=halves,
-        names=workload.names,
-        first_trainable=problem.profile.first_trainable,
-        links=problem.profile.links,
-        mesh=_mesh(workload, problem),
-        partition=current,
-        chunks=workload.chunks,
-        objective=workload.objective,
-        memory_limit=workload.memory_limit,
-        speeds=problem.speeds,
-        scheduled_speeds=problem.speeds,
-        accumulation_groups=workload.replicas,
-        seconds_per_byte=workload.policy.seconds_per_byte,
-        balance=workload.policy,
-        seed=workload.policy.seed,
     )
+    readings = Readings(halves, seconds_per_byte=policy.seconds_per_byte)
+    choice = Choice(_mesh(workload, problem), current)
+    return DecisionRecord(replace(problem, work=work), choice, Rules(balance=policy), readings, {})
 
 
-def _decide(now: Situation) -> list[Rebalance]:
+def _decide(asked: DecisionRecord) -> list[Rebalance]:
     """Decides if layers move, by the function that a run calls. Empty: they are in place."""
-    try:
-        choice = decide_move(now)
-    except PartitionError:  # no placement fits the memory
+    decision, now = asked.again(), asked.now.partition
+    plan, verdict = decision.plan, decision.verdict
+    if plan.partition == now:
         return []
-    if choice is None:
-        return []
-    moves = moves_between_ranks(now.partition, choice.target, now.stages.stage_ranks)
+    moves = moves_between_ranks(now, plan.partition, plan.stage_ranks)
     return [
         Rebalance(
-            now.step,
-            choice.decision.move,
-            now.partition.counts,
-            choice.target.counts,
+            asked.problem.work.step,
+            verdict.pays,
+            now.counts,
+            plan.partition.counts,
             len(moves),
-            sum(now.layers[move.layer].moved_bytes for move in moves),
-            choice.on_the_way,
-            choice.decision.predicted_gain,
-            choice.decision.reason,
+            sum(asked.problem.layers[move.layer].moved_bytes for move in moves),
+            verdict.price,
+            verdict.gain,
+            verdict.reason,
         )
     ]
 

@@ -124,8 +124,8 @@ def test_decisions_of_a_run_are_the_same_again(base: Base, run: Run) -> None:
     path = base.folder / "runs/main/decisions.jsonl"
     told = answer(run, path)
     assert told["same"]
-    assert {each["kind"] for each in told["decisions"]} == {"move", "schedule"}
-    assert any(each["decided"]["move"] for each in told["decisions"] if each["kind"] == "move")
+    assert {each["kind"] for each in told["decisions"]} == {"placement"}
+    assert any(each["decided"]["change"] for each in told["decisions"])
     out = run(path).good
     assert "the same" in out
     assert "differs" not in out

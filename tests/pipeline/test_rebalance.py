@@ -99,8 +99,8 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     # Weight, gradient, moments and counter come first, then input and output gradient of the
     # microbatches. The last output is one number.
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
-    # Beside them, while a B runs: the gradient that it was given, and the one it makes.
-    enough = 4 * layer + last + 2 * 4096
+    # Beside them, while a B runs: the gradient that it makes. Gradients of weights come later.
+    enough = 4 * layer + last + 4096 - 8
     for room, targets in ((enough, [[3, 5]]), ([2 * enough, enough - 1], [])):
         pipeline = {"schedule": "gpipe", "memory_limit": room}
         events = run(pool, model=times, balance={"every": 4}, pipeline=pipeline, dynamism=STILL)
@@ -199,8 +199,7 @@ def test_move_with_a_short_forecast_gain_waits(
     )
     (move,) = of(events, "rebalance")
     assert (move["step"], move["to"]) == moved
-    turns = "until the change expected at step 17, and then back"
-    assert move["reason"].endswith(turns) == (freezes == 17)
+    assert ("saved over at least 13 steps" in move["reason"]) == (freezes == 17)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from dynmo.cost.input_file import Link
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import InputError
 from dynmo.plan.partition import Partition
+from dynmo.plan.pays import Change, Interval, pays
 from dynmo.plan.stage_costs import frozen_stages, pipeline_costs
-from dynmo.plan.trigger import worth_moving
 from dynmo.plan.workload import LayerSection, Moment, Policy, StepTime, Workload, replay
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES, SHAPES, make
@@ -65,13 +65,15 @@ def test_each_policy_has_the_expected_step_times() -> None:
     assert outcome.seconds == pytest.approx(total(outcome.policy) + move.seconds)
 
 
-def test_rebalance_decision_is_that_of_the_trigger() -> None:
+def test_rebalance_decision_is_that_of_pays() -> None:
     for margin in (0.0, 1.0, 20.0, 1e6):
         outcome = replay(workload(policy=Policy(every=5, margin=margin)))
         for rebalance in outcome.rebalances:
-            now, then = seconds(1, rebalance.source), seconds(1, rebalance.target)
-            expected = worth_moving(now, then, 40 - rebalance.step, rebalance.seconds, margin, 0.02)
-            assert (rebalance.moved, rebalance.reason) == (expected.move, expected.reason)
+            found = seconds(1, rebalance.source), seconds(1, rebalance.target)
+            change = Change(rebalance.seconds, rebalance.seconds, margin, 0.02)
+            left = Interval(rebalance.step, 40, ())
+            expected = pays(change, [left], lambda _, found=found: found)
+            assert (rebalance.moved, rebalance.reason) == (expected.pays, expected.reason)
         assert bool(outcome.moves) == (margin < 1e6)
     assert not replay(workload(policy=Policy(every=5, hysteresis=0.9))).moves
 

@@ -3,8 +3,8 @@
     8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
     4 ranks   6 6 6 6
 
-It does not ask how long a step takes then, and never grows. `choose_ranks` is what dynmo does by
-itself.
+It does not ask how long a step takes then, and never grows. `elastic.algorithm = "fewest"` is what
+dynmo does by itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from functools import cache
 
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.options import find_own
+from dynmo.plan.evaluate import Plan, evaluate
+from dynmo.plan.options import Elastic
 from dynmo.plan.partition import Partition
-from dynmo.plan.rank_choice import RankChoice, RankQuestion
-from dynmo.plan.reshape import plan_as_now
-from dynmo.plan.trigger import Decision
+from dynmo.plan.pays import Verdict
+from dynmo.plan.problem import Choice
 
 Merge = Callable[[Partition, Sequence[float], float, int], Partition]
 """From a placement, the bytes of each layer, the bytes of a rank and the fewest ranks to merge to,
@@ -73,36 +74,27 @@ def find_rule(algorithm: str) -> Merge:
     return merge
 
 
-def merge_ranks(question: RankQuestion, algorithm: str) -> RankChoice:
-    """Merges ranks by the rule that `elastic.algorithm` names."""
-    request, current, before = question.request, question.current, question.partition
-    limit = request.memory_limit
-    assert limit is not None, "merging goes by memory"
-    sizes = [float(layer.static_bytes + layer.activation_bytes) for layer in request.profile.layers]
-    least = -(-question.least // current.replicas)
-    partition = find_rule(algorithm)(before, sizes, limit, least)
-    mesh = replace(current, pipeline=partition.stages)
-    now = plan_as_now(request, current, before)
-    plan = now if partition == before else plan_as_now(request, mesh, partition)
-    move = partition.stages < current.pipeline
-    if move and max(plan.memory) > limit:
-        need = max(plan.memory)
+def merge(now: Plan, elastic: Elastic) -> tuple[Plan, Verdict]:
+    """Merges ranks by the rule that `elastic.algorithm` names.
+
+    Raises:
+        NoRoomError: The merged ranks cannot hold the model.
+    """
+    problem, algorithm, before = now.problem, elastic.algorithm, now.mesh.gpus
+    limit = problem.memory_limit
+    assert isinstance(limit, int), "merging goes by memory"
+    sizes = [float(layer.static_bytes + layer.activation_bytes) for layer in problem.layers]
+    least = -(-min(elastic.min_ranks, before) // now.mesh.replicas)
+    partition = find_rule(algorithm)(now.partition, sizes, limit, least)
+    if partition.stages == now.mesh.pipeline:
+        return now, Verdict(False, 0.0, f"stay: {algorithm} merges nothing")
+    mesh = replace(now.mesh, pipeline=partition.stages)
+    plan = evaluate(problem, Choice(mesh, partition))
+    need = max(plan.memory)
+    if need > limit:
         raise NoRoomError(
             f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over "
             f"{limit}"
         )
     gain = 1 - plan.seconds / now.seconds if now.seconds else 0.0
-    what = (
-        f"{algorithm}: {mesh.gpus} of {current.gpus} ranks by memory"
-        if move
-        else f"stay: {algorithm} merges nothing"
-    )
-    return RankChoice(
-        mesh=mesh,
-        partition=partition,
-        seconds=plan.seconds,
-        seconds_now=now.seconds,
-        seconds_best_now=now.seconds,
-        moved_bytes=0,
-        decision=Decision(move, gain, what),
-    )
+    return plan, Verdict(True, gain, f"{algorithm}: {mesh.gpus} of {before} ranks by memory")
