@@ -250,9 +250,13 @@ def find_own(key: str, value: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:
-        raise ConfigError(
-            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
-        ) from error
+        moved = (error.name or "").startswith("dynmo.")
+        remedy = (
+            "what users need is in dynmo and dynmo.extend, such as dynmo.Partition"
+            if moved
+            else "run from its folder or install it"
+        )
+        raise ConfigError(f"{where}: cannot import {module_name}: {error}; {remedy}") from error
     except (Exception, SystemExit) as error:  # anything that the user's code raises
         raise ConfigError(
             f"{where}: importing {module_name} raised {type(error).__name__}: {error}{place(error)}"

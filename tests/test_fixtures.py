@@ -28,19 +28,37 @@ def files(tmp_path: Path) -> Path:
     """The folder of a user, who has changed the balancer as its error says."""
     folder = Path(shutil.copytree(FIXTURES / "files", tmp_path / "files"))
     own = folder / "my_choices.py"
-    text = own.read_text().replace("backwards(request)", "backwards(problem, now)")
-    own.write_text(text.replace("request.current", "now.partition"))
+    text = own.read_text()
+    for old, new in (
+        ("from dynmo.balance.partition import Partition", "from dynmo import Partition"),
+        ("backwards(request)", "backwards(problem, now)"),
+        ("request.current", "now.partition"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    own.write_text(text)
     return folder
 
 
-def test_balancer_of_an_earlier_version_is_told_in_a_line(pool: Pool, files: Path) -> None:
-    shutil.copy(FIXTURES / "files" / "my_choices.py", files / "old_choices.py")
-    old = "balance.balancer=python:old_choices:backwards"
-    done = dynmo(pool, files, 2, "train", "pruned.toml", "--set", old, "--resume", "--json")
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("dynmo.balance.partition", "what users need is in dynmo and dynmo.extend, such as"),
+        ("dynmo", "write (problem, now) -> Partition"),
+    ],
+)
+def test_balancer_of_an_earlier_version_is_told_in_a_line(
+    pool: Pool, files: Path, module: str, says: str
+) -> None:
+    text = (FIXTURES / "files" / "my_choices.py").read_text()
+    old = files / "old_choices.py"
+    old.write_text(text.replace("dynmo.balance.partition", module))
+    way = "balance.balancer=python:old_choices:backwards"
+    done = dynmo(pool, files, 2, "train", "pruned.toml", "--set", way, "--resume", "--json")
     assert done.status == 2
     line = done.err.splitlines()[-1]
     assert "python:old_choices:backwards" in line
-    assert "write (problem, now) -> Partition" in line
+    assert says in line
 
 
 def dynmo(pool: Pool, files: Path, ranks: int, *arguments: str) -> Done:

@@ -14,7 +14,7 @@ from dynmo.plan.alternatives import alternatives, choose_schedule, plan_or_sugge
 from dynmo.plan.evaluate import Plan
 from dynmo.schedule.catalogue import AUTO, SCHEDULES, shapes_of
 from tests.plan.asked import Asked, ask, made
-from tests.plan.test_decisions import FROZEN, ONE
+from tests.plan.test_decide import FROZEN, ONE
 from tests.plan.test_evaluate import profile, replayed
 
 

@@ -16,8 +16,8 @@ from benchmarks.cost_traces import trace
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.plan.bisection import chunked, exact, flow_bound, flowing, integer_sums, ties
+from dynmo.plan.evaluate import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition, stage_loads, uniform
-from dynmo.plan.stage_costs import frozen_stages, pipeline_costs
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.simulator import simulate

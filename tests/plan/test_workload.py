@@ -10,9 +10,9 @@ import pytest
 from dynmo.cost.input_file import Link
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import InputError
+from dynmo.plan.evaluate import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition
 from dynmo.plan.pays import Change, Interval, pays
-from dynmo.plan.stage_costs import frozen_stages, pipeline_costs
 from dynmo.plan.workload import LayerSection, Moment, Policy, StepTime, Workload, replay
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES, SHAPES, make
