@@ -502,7 +502,8 @@ class _Ranks(_Remeshed):
         change = Change(there, back, balance.margin, 0.0, unit, self.compared(plan))
         verdict = pays(change, intervals(self.problem), seconds)
         lead = _below(plan.seconds, limit if shrinks else self.best_now)
-        return replace(verdict, gain=self.gain(plan), lead=lead)
+        reason = verdict.reason.removeprefix("move: ")
+        return replace(verdict, gain=self.gain(plan), reason=reason, lead=lead)
 
     def options_at(self, layers: Layers) -> RankOptions:
         """The meshes at other costs. Expected costs get a quick search only."""

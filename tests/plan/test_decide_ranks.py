@@ -121,8 +121,7 @@ def test_fewest_fast_enough_ranks_are_chosen() -> None:
     assert (decision.plan.mesh.gpus, decision.plan.seconds) == (3, three)
     assert decision.verdict.gain < 0
     reason = decision.verdict.reason
-    assert reason.startswith("move: 3 of 8 ranks take ")
-    assert "GPU-seconds saved over 50 steps against 0 GPU-seconds" not in reason
+    assert reason.startswith("3 of 8 ranks take ")
     assert "GPU-seconds saved over 100 steps against 0 GPU-seconds" in reason
     assert "\n" not in reason
 
