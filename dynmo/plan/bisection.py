@@ -58,8 +58,9 @@ def exact(
     equal the work of B.
 
     Many placements have the least bottleneck. The one whose boundaries are nearest to those of
-    `current` is returned, which is `current` itself if it is one of them. Without `current` the
-    boundaries are nearest to equal shares. The last boundary is chosen first.
+    `current` is returned, which is `current` itself if it is one of them. The last boundary is
+    chosen first. Without `current` the boundaries are near to equal shares, and the stages' times
+    as even as single moves make them.
 
     Weights that are not small integers count in units of 2^-52 of their sum.
 
@@ -68,7 +69,8 @@ def exact(
             placement fits `memory`.
     """
     chain = Chain(weights, ranks, memory, speeds, links, output_bytes)
-    return chain.placed(chain.least(), chain.wanted(current))
+    placed = chain.placed(chain.least(), chain.wanted(current))
+    return placed if current is not None or links is not None else chain.evened(placed)
 
 
 def ties(
