@@ -38,31 +38,6 @@ from dynmo.schedule.op import Kind, Schedule
 Pairs = Sequence[tuple[int, int]]
 
 
-def stage_memory(
-    layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]
-) -> tuple[int, ...]:
-    """Compute the bytes of each stage at its peak.
-
-    `resident` is `simulator.resident` of the schedule.
-    """
-    if sum(counts) != len(layers):
-        raise PartitionError(
-            f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must "
-            "sum to the layers"
-        )
-    if len(counts) != len(resident):
-        raise PartitionError(
-            f"a placement on {len(counts)} stages under a schedule of {len(resident)} stages; "
-            "make both for the same ranks"
-        )
-    out: list[int] = []
-    for own, pairs in zip(_stages(layers, counts), resident, strict=True):
-        activation, stash = sum(x.activation_bytes for x in own), sum(x.stash_bytes for x in own)
-        live = max((kept * activation + stashed * stash for kept, stashed in pairs), default=0)
-        out.append(sum(x.static_bytes for x in own) + live)
-    return tuple(out)
-
-
 def _stages(layers: Sequence[LayerCost], counts: Sequence[int]) -> Iterator[Sequence[LayerCost]]:
     for start, stop in pairwise(accumulate(counts, initial=0)):
         yield layers[start:stop]

@@ -1,10 +1,10 @@
-"""Stage memory, compared with hand computations and with the simulator's peak."""
+"""Memory limits of stages, compared with hand computations."""
 
 import pytest
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.schedule.memory import MemoryLimits, stage_memory
+from dynmo.schedule.memory import MemoryLimits
 
 LAYERS = (
     LayerCost(1, 1, 1, 0, 10, 10, 20, activation_bytes=7, stash_bytes=3),
@@ -16,20 +16,12 @@ LAYERS = (
 NEGATIVE = LayerCost(1, 1, 1, activation_bytes=-1)
 
 
-def test_stage_memory_matches_a_hand_computed_example():
+def test_limits_of_a_hand_computed_example():
+    limits = MemoryLimits(LAYERS, (((2, 1), (1, 3)), ((1, 1),)), (77, 13))
     # stage 0: static 40 + 1. Its pairs give 2 * 12 + 1 * 8 = 32 and 1 * 12 + 3 * 8 = 36.
     # stage 1: static 2. Its pair gives 1 * 11 + 1 * 1.
-    assert stage_memory(LAYERS, (2, 1), (((2, 1), (1, 3)), ((1, 1),))) == (41 + 36, 2 + 12)
-
-
-def test_stage_without_microbatches_needs_static_memory_only():
-    assert stage_memory(LAYERS, (2, 1), ((), ((0, 0),))) == (41, 2)
-
-
-def test_limits_agree_with_stage_memory():
-    pairs = (((2, 1), (1, 3)), ((1, 1),))
-    limits = MemoryLimits(LAYERS, pairs, (77, 13))
-    assert (limits.need(0, 0, 2), limits.need(1, 2, 3)) == stage_memory(LAYERS, (2, 1), pairs)
+    assert (limits.need(0, 0, 2), limits.need(1, 2, 3)) == (41 + 36, 2 + 12)
+    assert MemoryLimits(LAYERS, ((),), (99,)).need(0, 0, 2) == 41, "no microbatch"
     assert limits.fits(0, 0, 2)
     assert not limits.fits(1, 2, 3)
     for stage in range(2):
@@ -41,8 +33,6 @@ def test_limits_agree_with_stage_memory():
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (stage_memory, (LAYERS, (2, 2), ((), ())), "4 layers for 3 layer costs"),
-        (stage_memory, (LAYERS, (2, 1), ((),)), "2 stages under a schedule of 1 stages"),
         (MemoryLimits, (LAYERS, ((), ()), (1,)), "1 memory limits for 2 stages"),
         (MemoryLimits, ((NEGATIVE,), ((),), (1,)), "layer 0 has a negative"),
     ],
