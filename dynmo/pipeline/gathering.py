@@ -53,6 +53,8 @@ def problem_of(
         known: Further fields of `Problem`.
     """
     profile = replace(profile_of(options, engine, costs), microbatch=options.samples)
+    if kind == "placement":  # the replicas stay, and so do their measured shares
+        profile = replace(profile, layers=costs)
     everyone = engine.store.world.everyone
     if not profile.links and everyone.size > 1 and kind != "placement":
         profile = replace(profile, links=tuple(measure_links(everyone, [(0, 1)]).items()))
@@ -64,7 +66,7 @@ def problem_of(
             post_validation=options.post_validation,
             chunks=options.chunks,
             accumulation_groups=engine.store.accumulation_groups,
-            zero=options.zero,
+            zero=0 if kind == "placement" else options.zero,
             cost=options.balance.cost,
             seed=options.seed,
             step=step,

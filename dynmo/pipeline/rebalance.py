@@ -177,7 +177,8 @@ class Rebalancer:
             machines=tuple(machines),
         )
         keeper = engine.schedule_keeper
-        whole = partial(whole_costs, options, engine)
+        stays = rules.kind == "placement"  # as many replicas, with the measured shares
+        whole = tuple if stays else partial(whole_costs, options, engine)
         readings = Readings(
             halves=tuple(map(whole, engine.halves(costs))),
             doubt=doubt,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.plan.best import handicap, plan_on
+from dynmo.plan.best import check_sizes, handicap, plan_on
 from dynmo.plan.evaluate import Plan
 from dynmo.plan.options import BALANCERS
 from dynmo.plan.problem import Allowed, Mesh, Problem
@@ -150,6 +150,7 @@ def plan_or_suggest(problem: Problem, mesh: Mesh, allowed: Allowed) -> Plan:
         InputError: The problem is wrong, or it does not fit the memory. The message names the rank,
             its bytes and a change that fits.
     """
+    check_sizes(problem)
     try:
         return plan_on(problem, mesh, allowed).check_room()
     except (PartitionError, ScheduleError):

@@ -19,7 +19,7 @@ placed by a balancer, scheduled, simulated, its memory checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
@@ -52,6 +52,16 @@ def handicap(name: str) -> float:
     return 1 + _ALIKE * SHAPES.index(name)
 
 
+def check_sizes(problem: Problem) -> None:
+    """Raises PartitionError if there is a memory limit, but no sizes."""
+    sized = any(x.static_bytes or x.activation_bytes for x in problem.layers)
+    if problem.memory_limit is not None and not sized:
+        raise PartitionError(
+            "a memory limit, but the costs have no sizes; "
+            "give weight_bytes, activation_bytes, ... (one per layer)"
+        )
+
+
 def plan_on(
     problem: Problem,
     mesh: Mesh,
@@ -61,20 +71,21 @@ def plan_on(
 ) -> Plan:
     """Returns the plan of one mesh, placed by the balancer. It may not fit the memory."""
     enough(len(problem.layers), mesh.pipeline)
-    sized = any(x.static_bytes or x.activation_bytes for x in problem.layers)
-    if problem.memory_limit is not None and not sized:
-        raise PartitionError(
-            "a memory limit, but the costs have no sizes; "
-            "give weight_bytes, activation_bytes, ... (one per layer)"
-        )
+    check_sizes(problem)
     if allowed.balancer == "exact":
         return place(problem, mesh, current, allowed.recompute, quick)
-    replica = Replica(problem, mesh)
-    every = frozenset(range(len(replica.layers)) if allowed.recompute == "all" else ())
-    now = evaluate(problem, Choice(mesh, current or replica.current, every))
-    choice = replace(now.choice, partition=balancer(allowed.balancer)(problem, now))
-    plan = evaluate(problem, choice)
-    return recomputing(replica, plan) if plan.beyond and allowed.recompute == "auto" else plan
+    replica, place_by = Replica(problem, mesh), balancer(allowed.balancer)
+
+    def placed(recomputed: Iterable[int] = ()) -> Plan:
+        now = evaluate(problem, Choice(mesh, current or replica.current, frozenset(recomputed)))
+        return evaluate(problem, replace(now.choice, partition=place_by(problem, now)))
+
+    every = range(len(replica.layers))
+    plan = placed(every if allowed.recompute == "all" else ())
+    if not plan.beyond or allowed.recompute != "auto":
+        return plan
+    both = (recomputing(replica, plan), recomputing(replica, placed(every)))
+    return min(both, key=lambda plan: plan.rank)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,8 @@ def recomputing(replica: Replica, free: Plan) -> Plan:
         if chosen != every or plans[-1].schedule.ops == schedule.ops:
             break
         schedule = plans[-1].schedule
+    if all(plan.beyond for plan in plans):  # the schedule of the chosen layers keeps more
+        plans.append(evaluate(replica.problem, Choice(replica.mesh, partition, every)))
     return min(plans, key=lambda plan: plan.rank)
 
 
@@ -215,17 +217,33 @@ class _Search:
         return self.nearest(best, _QUICK_TRIES if quick else _TRIES) if best.beyond else best
 
     def nearest(self, best: Plan, ops: int) -> Plan:
-        """Moves one boundary at a time, each judged by its true bytes, while they get fewer."""
+        """Moves one boundary at a time, each judged by its true bytes, while they get fewer.
+
+        It goes on from the best plan, from the one that would be best with enough memory, and from
+        the present one.
+        """
         tries = ops // (3 * self.stages * self.replica.mesh.microbatches)
-        while best.beyond and tries > 0:
-            before, bounds = best, best.partition.bounds
-            for at, by in product(range(1, self.stages), (-1, 1)):
-                other = (*bounds[:at], bounds[at] + by, *bounds[at + 1 :])
-                if all(a < b for a, b in pairwise(other)):
-                    best, tries = self.better(best, other), tries - 1
-            if best is before:
+        free = self.least_bottleneck(None)[0].bounds
+        for start in dict.fromkeys((best.partition.bounds, free, self.current.bounds)):
+            here = best if start == best.partition.bounds else self.evaluate(start)
+            before = None
+            while here.beyond and here is not before and tries > 0:
+                before, bounds = here, here.partition.bounds
+                for at, by in product(range(1, self.stages), (-1, 1)):
+                    other = (*bounds[:at], bounds[at] + by, *bounds[at + 1 :])
+                    if all(a < b for a, b in pairwise(other)):
+                        here, tries = self.fitter(here, other), tries - 1
+            best = min(best, here, key=lambda plan: plan.rank)
+            if not best.beyond:
                 break
         return best
+
+    def fitter(self, here: Plan, bounds: Bounds) -> Plan:
+        """The one of two plans that fits better."""
+        try:
+            return min(here, self.evaluate(bounds), key=lambda plan: plan.rank)
+        except ScheduleError:
+            return here
 
     # -- where it starts ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError
 from dynmo.plan.partition import Partition
 from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import resident
 
 
 def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
@@ -80,9 +81,9 @@ def choose_recomputed(
 ) -> frozenset[int]:
     """Chooses the layers to recompute so that every rank fits its limit.
 
-    A rank that is too full takes layers until it fits. The layer that saves the most bytes of the
-    peak per second of F is taken first. Then layers that turn out not to be needed are given back,
-    the most expensive first. Ranks do not disturb each other, so all of them try a layer at once.
+    A rank that is too full takes layers until it fits. The layer that saves the most bytes per
+    second of F is taken first. Then layers that turn out not to be needed are given back, the most
+    expensive first. Ranks do not disturb each other, so all of them try a layer at once.
 
     Args:
         layers: Cost of each layer without recomputing.
@@ -108,35 +109,34 @@ def choose_recomputed(
                 f"limit of {most}; use more ranks, smaller microbatches, or a schedule that "
                 "keeps fewer in flight"
             )
-    chosen: set[int] = set()
+    # The bytes that a layer saves count once for each microbatch of its stage that waits for B.
+    waiting = [max((kept for kept, _ in pairs), default=0) for pairs in resident(schedule)]
+
+    def gain(index: int) -> tuple[float, int]:
+        kept = saved[index] * waiting[partition.owner(index)]
+        return kept / (layers[index].f or 1e-30), -index
+
+    ranked = {rank: sorted(own, key=gain, reverse=True) for rank, own in left.items()}
 
     def needs(some: Collection[int]) -> tuple[int, ...]:
         return memory(with_recompute(layers, some))
 
-    now = needs(())
-    while over := [rank for rank in left if now[rank] > limits[rank] and left[rank]]:
-        ranked: dict[int, list[tuple[float, float, int]]] = {rank: [] for rank in over}
-        for tried in zip_longest(*(left[rank] for rank in over)):
-            then = needs(chosen | {index for index in tried if index is not None})
-            for rank, index in zip(over, tried, strict=True):
-                if index is not None:
-                    # If two moments are as full, one layer alone may save nothing. The bytes that
-                    # it keeps count then.
-                    seconds = layers[index].f or 1e-30
-                    gain = (now[rank] - then[rank]) / seconds, saved[index] / seconds
-                    ranked[rank].append((*gain, -index))
-        for rank in over:
-            best = -max(ranked[rank])[2]
-            chosen.add(best)
-            left[rank].remove(best)
-        now = needs(chosen)
+    # The fewest of each rank, in this order, that are enough: by bisection, on all ranks at once.
+    low, high = dict.fromkeys(ranked, 0), {rank: len(own) for rank, own in ranked.items()}
+    while any(low[rank] < high[rank] for rank in ranked):
+        middle = {rank: (low[rank] + high[rank]) // 2 for rank in ranked}
+        now = needs({i for rank, own in ranked.items() for i in own[: middle[rank]]})
+        for rank in ranked:
+            if low[rank] < high[rank]:
+                fits = now[rank] <= limits[rank]
+                low[rank], high[rank] = (
+                    (low[rank], middle[rank]) if fits else (middle[rank] + 1, high[rank])
+                )
     taken = {
-        rank: sorted(
-            (i for i in chosen if schedule.stage_ranks[partition.owner(i)] == rank),
-            key=lambda i: (-layers[i].f, i),
-        )
-        for rank in left
+        rank: sorted(own[: high[rank]], key=lambda i: (-layers[i].f, i))
+        for rank, own in ranked.items()
     }
+    chosen = {index for own in taken.values() for index in own}
     for tried in zip_longest(*taken.values()):
         then = needs(chosen - set(tried))
         chosen -= {i for i, a, b in zip(tried, then, limits, strict=True) if a <= b}

@@ -411,15 +411,7 @@ def question(
 ) -> DecisionRecord:
     """Returns what a run would decide on before a step."""
     policy, problem = workload.policy, _problem(workload, layers)
-    work = Work(
-        workload.objective,
-        chunks=workload.chunks,
-        accumulation_groups=workload.replicas,
-        cost=policy.cost,
-        seed=policy.seed,
-        step=step,
-        end=workload.steps,
-    )
+    work = replace(problem.work, seed=policy.seed, step=step, end=workload.steps)
     readings = Readings(halves, seconds_per_byte=policy.seconds_per_byte)
     choice = Choice(_mesh(workload, problem), current)
     return DecisionRecord(replace(problem, work=work), choice, Rules(balance=policy), readings, {})

@@ -52,6 +52,7 @@ LONG = (
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
     "cases --case pruning --steps 20 --pairs 1",
+    "decision_path",
     "delays --stride 24 --draws 1 --settings 1 --pairs 1 --shortest 0.001",
     "elastic --only plain",
     "executor --rounds 1 --real_rounds 1 --milliseconds 1 --hidden 64",
@@ -224,6 +225,12 @@ def check_placement(figures: dict[str, Any]) -> None:
     assert figures["brute_force"]["equal"] == figures["brute_force"]["cases"]
 
 
+def check_decision_path(figures: dict[str, Any]) -> None:
+    for row in (figures["placement"], figures["ranks"]):
+        assert len(row["modules"]) <= 9
+        assert row["crossings"] <= 40
+
+
 def check_planner(figures: dict[str, Any]) -> None:
     assert figures["uneven"]["failures"] == figures["uneven"]["cap_violations"] == 0
 
@@ -269,6 +276,7 @@ CHECKS = {
     "expert_parallel": check_expert_parallel,
     "finetune": check_finetune,
     "placement": check_placement,
+    "decision_path": check_decision_path,
     "planner": check_planner,
     "quality": check_quality,
     "repack": check_repack,
