@@ -87,6 +87,7 @@ RUNS = (
     Run("balanced_routing", "real"),
     Run("batching", "real", picture="batching"),
     Run("cases", "real"),
+    Run("decision_path", "real"),
     Run("deferred", "real"),
     Run("elastic", "real"),
     Run("executor_families", "real"),
