@@ -214,7 +214,9 @@ class _Search:
             refused = any(x is None or x.beyond for x in list(self.judged.values())[seen:])
             if best.schedule.ops == before.schedule.ops and not (refused and best is not before):
                 break  # another round would look at the same
-        return self.nearest(best, _QUICK_TRIES if quick else _TRIES) if best.beyond else best
+        if best.beyond:
+            return self.nearest(best, _QUICK_TRIES if quick else _TRIES)
+        return best if quick or self.replica.limits is None else self.climbed(best, _TRIES)[0]
 
     def nearest(self, best: Plan, ops: int) -> Plan:
         """Moves one boundary at a time, each judged by its true bytes, while they get fewer.
@@ -222,28 +224,38 @@ class _Search:
         It goes on from the best plan, from the one that would be best with enough memory, and from
         the present one.
         """
-        tries = ops // (3 * self.stages * self.replica.mesh.microbatches)
         free = self.least_bottleneck(None)[0].bounds
         for start in dict.fromkeys((best.partition.bounds, free, self.current.bounds)):
             here = best if start == best.partition.bounds else self.evaluate(start)
-            before = None
-            while here.beyond and here is not before and tries > 0:
-                before, bounds = here, here.partition.bounds
-                for at, by in product(range(1, self.stages), (-1, 1)):
-                    other = (*bounds[:at], bounds[at] + by, *bounds[at + 1 :])
-                    if all(a < b for a, b in pairwise(other)):
-                        here, tries = self.fitter(here, other), tries - 1
+            here, ops = self.climbed(here, ops)
             best = min(best, here, key=lambda plan: plan.rank)
             if not best.beyond:
                 break
         return best
 
+    def climbed(self, here: Plan, ops: int) -> tuple[Plan, int]:
+        """Moves one boundary at a time while the plan gets better. Returns it and the ops left.
+
+        A plan that does not fit goes on until it does.
+        """
+        before, short = None, here.beyond
+        while here is not before and ops > 0 and bool(here.beyond) == bool(short):
+            before, bounds = here, here.partition.bounds
+            for at, by in product(range(1, self.stages), (-1, 1)):
+                other = (*bounds[:at], bounds[at] + by, *bounds[at + 1 :])
+                if all(a < b for a, b in pairwise(other)):
+                    here = self.fitter(here, other)
+                    ops -= 3 * self.stages * self.replica.mesh.microbatches
+        return here, ops
+
     def fitter(self, here: Plan, bounds: Bounds) -> Plan:
-        """The one of two plans that fits better."""
+        """The one of two plans that fits better, or else the faster one."""
         try:
-            return min(here, self.evaluate(bounds), key=lambda plan: plan.rank)
+            plan = self.evaluate(bounds)
         except ScheduleError:
             return here
+        faster = plan.beyond == here.beyond and plan.step < here.step * (1 - _SAME)
+        return plan if plan.beyond < here.beyond or faster else here
 
     # -- where it starts ---------------------------------------------------------------------------
 

@@ -142,9 +142,11 @@ def _policies(case: Case) -> tuple[Ints, Ints]:
     f, b, _ = case.took.reshape(3, -1)
     # How many F's arrive while the first one is on its way to the last stage and back. The slowest
     # F up to a rank says how fast they arrive.
-    trip = np.cumsum((f[1:] + b[1:] + 2 * case.delay[1:p, 0])[::-1])[::-1]
-    feed = np.maximum.accumulate(f)
-    way = np.append(trip, 0.0) / np.where(feed > 0, feed, np.inf)
+    with np.errstate(over="ignore", invalid="ignore"):  # times near the largest number
+        trip = np.cumsum((f[1:] + b[1:] + 2 * case.delay[1:p, 0])[::-1])[::-1]
+        feed = np.maximum.accumulate(f)
+        way = np.nan_to_num(np.append(trip, 0.0) / np.where(feed > 0, feed, np.inf))
+    way = np.minimum(way, 100.0 * m)
     limited = (np.arange(p) >= case.frozen) & (case.hold > 0) & (case.cap < m * case.hold)
     room = np.full(p, m)
     room[limited] = np.maximum(1, case.cap[limited] / case.hold[limited])
