@@ -39,7 +39,7 @@ def report_uncaught(world: World) -> None:
             before(kind, error, traceback)
         else:
             text = " ".join(f"{line}{place(error)}".split())
-            print(f"{name}: {text}", file=sys.stderr, flush=True)
+            print(f"{name}: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece
         if not hasattr(sys, "ps1") and not sys.flags.interactive:
             _end(status)
 

@@ -152,6 +152,9 @@ def differences(figures: Any, documented: Any, path: str = "") -> Iterator[str]:
     if path.endswith(".meshes"):
         return
     if isinstance(documented, list):
+        if not isinstance(figures, list):
+            yield f"{path} is {figures}"
+            return
         if documented and not figures and path in (".rows", ".published", ".sizes", ".lengths"):
             yield f"{path} is empty"
         for place, item in enumerate(figures):
