@@ -35,6 +35,7 @@ from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
 from dynmo.plan.recompute import choose_recomputed, with_recompute
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import make
+from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.graph import Floats
 from dynmo.schedule.memory import MemoryLimits, Pairs
 from dynmo.schedule.op import Schedule
@@ -371,8 +372,18 @@ class _Search:
         mesh, partition = self.replica.mesh, Partition.from_bounds(bounds)
         return evaluate(self.replica.problem, Choice(mesh, partition, self.recomputed))
 
+    def least(self, bounds: Bounds) -> float:
+        """Seconds that no schedule of this placement can beat."""
+        replica, partition = self.replica, Partition.from_bounds(bounds)
+        work, costs = replica.problem.work, replica.costs(self.layers, partition)
+        first = min(partition.owner(replica.problem.profile.first_trainable), self.stages - 1)
+        return lower_bound_on(
+            self.stage_ranks, costs, replica.mesh.microbatches, first, work.objective
+        )
+
     def better(self, best: Plan, bounds: Bounds) -> Plan:
-        if bounds in self.judged:
+        hopeless = not best.beyond and self.least(bounds) > best.step * (1 + _SAME)
+        if hopeless or bounds in self.judged:
             return best
         self.judged[bounds] = None
         try:

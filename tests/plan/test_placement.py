@@ -339,6 +339,23 @@ def test_placement_without_a_schedule_is_skipped(monkeypatch: pytest.MonkeyPatch
     assert len(asked) < 30
 
 
+def test_no_schedule_is_made_for_a_placement_whose_work_alone_takes_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[float] = []
+
+    def recorded(problem: Problem, choice: Choice) -> Plan:
+        plan = evaluate(problem, choice)
+        assert plan.lower_bound <= min(steps, default=math.inf) * (1 + 1e-9)
+        steps.append(plan.step)
+        return plan
+
+    monkeypatch.setattr("dynmo.plan.placement.evaluate", recorded)
+    plan = place(*ask(profile(drawn(random.Random(8), 30)), 4, 12, "v-auto")[:2])
+    assert plan.step == min(steps)
+    assert len(steps) > 1
+
+
 def test_schedule_that_is_never_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def own(costs: Costs, caps: Sequence[float]) -> Schedule:
         raise ScheduleError("not for these costs")
