@@ -22,9 +22,8 @@ from benchmarks.cost_traces import profile_of
 from benchmarks.output import markdown
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import balancer
+from dynmo.plan.balancers import balancer, diffuse
 from dynmo.plan.bisection import exact
-from dynmo.plan.diffusion import diffuse
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem

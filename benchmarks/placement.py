@@ -33,9 +33,8 @@ from benchmarks.harness import elapsed
 from benchmarks.output import add_number, parser_of, run, show
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import Balancer, balancer
+from dynmo.plan.balancers import Balancer, balancer, diffuse
 from dynmo.plan.bisection import chunked, exact
-from dynmo.plan.diffusion import diffuse
 from dynmo.plan.evaluate import evaluate, freeze
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.placement import place

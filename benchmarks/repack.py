@@ -53,7 +53,7 @@ from benchmarks.cost_traces import Layers, best, dense, name_of, timeline, trace
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.repack_cases import MICROBATCHES, RANKS, ROUNDED, SHOWN
 from benchmarks.repack_search import search_placements
-from dynmo.plan.merging import first_fit
+from dynmo.plan.balancers import first_fit
 from dynmo.plan.partition import Partition, uniform
 
 ROOM, SEQUENCE = 4, 2048

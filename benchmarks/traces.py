@@ -57,8 +57,8 @@ from benchmarks.harness import run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.published import IDLE, PUBLISHED
 from benchmarks.traces_emulated import emulated_table
+from dynmo.plan.balancers import diffuse
 from dynmo.plan.bisection import exact
-from dynmo.plan.diffusion import diffuse
 from dynmo.plan.partition import Cost, Partition, uniform, weigh
 from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay
 

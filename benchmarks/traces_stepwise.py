@@ -49,7 +49,7 @@ from benchmarks.cost_traces import (
 from benchmarks.output import markdown
 from benchmarks.published import PUBLISHED
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.plan._replay import replay as compiled_replay
+from dynmo.plan._kernels import replay as compiled_replay
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.workload import LayerSection, Moment, Policy, ReplayResult, Workload, replay
 from dynmo.schedule.catalogue import make

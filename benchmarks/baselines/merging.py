@@ -1,6 +1,6 @@
 """Other algorithms that merge ranks by memory alone (DynMo, appendix C.4).
 
-`dynmo.plan.merging` has first-fit, DynMo's own (algorithm 4). Each of these is a rule for
+`dynmo.plan.balancers` has first-fit, DynMo's own (algorithm 4). Each of these is a rule for
 `elastic.algorithm = "python:benchmarks.baselines.merging:NAME"`. The arguments are a placement, the
 bytes of each layer, the bytes that a rank must stay under, and the fewest ranks. All keep the
 layers in order, so they merge neighbours only.

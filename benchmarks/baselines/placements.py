@@ -32,8 +32,7 @@ from itertools import accumulate, pairwise
 
 from dynmo.cli.placement_formats import blocks_of
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import Balancer
-from dynmo.plan.diffusion import weight_sums
+from dynmo.plan.balancers import Balancer, weight_sums
 from dynmo.plan.evaluate import Plan
 from dynmo.plan.partition import Cost, Move, Partition, weigh
 from dynmo.plan.problem import Problem

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from dynmo.cli.plan_options import PlanOptions
     from dynmo.cost.profile_file import Profile
+    from dynmo.plan.alternatives import RankRow, RankTable
     from dynmo.plan.problem import Allowed, Problem
-    from dynmo.plan.ranks import RankRow, RankTable
     from dynmo.plan.workload import RanksNeeded
 
 
@@ -134,7 +134,7 @@ def _like_run(problem: Problem, allowed: Allowed, options: PlanOptions) -> tuple
 
 def run(problem: Problem, allowed: Allowed, tolerance: float, as_json: bool) -> None:
     """Plans every number of ranks up to the request's, and prints the result."""
-    from dynmo.plan.ranks import rank_table
+    from dynmo.plan.alternatives import rank_table
 
     began = time.perf_counter()
     with waiting(as_json, "ranks ..."):

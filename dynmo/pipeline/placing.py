@@ -75,7 +75,7 @@ def check_own_rules(options: PipelineOptions) -> None:
 
         balancer(options.balance.balancer)
     if options.elastic.algorithm != "fewest":
-        from dynmo.plan.merging import find_rule
+        from dynmo.plan.balancers import find_rule
 
         find_rule(options.elastic.algorithm)
 

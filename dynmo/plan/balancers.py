@@ -1,6 +1,6 @@
 """The balancers by name: pure functions from a problem and the present plan to a placement.
 
-Every rank that asks the same gets the same answer.
+Rules that merge ranks are here, too. Every rank that asks the same gets the same answer.
 """
 
 from __future__ import annotations
@@ -8,19 +8,23 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
-from dynmo.cost.layer_cost import LayerCost
+import numpy as np
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
-from dynmo.errors import ConfigError, PartitionError, ScheduleError
+from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
-from dynmo.plan.diffusion import diffuse
+from dynmo.plan.bisection import Chain, integer_sums
 from dynmo.plan.evaluate import Plan, evaluate
-from dynmo.plan.options import BALANCERS, OWN_BALANCER
-from dynmo.plan.partition import Partition, uniform, weigh
+from dynmo.plan.options import BALANCERS, OWN_BALANCER, Elastic
+from dynmo.plan.partition import Move, Partition, moves, uniform, weigh
+from dynmo.plan.pays import Verdict
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.schedule.memory import MemoryLimits
@@ -140,3 +144,220 @@ def _own(name: str) -> Balancer:
     with suppress(PartitionError):  # it has no placement of these layers
         balance(trial, evaluate(trial, Choice(Mesh(2, 1, 4, 1, "1f1b"), Partition((3, 1)))))
     return balance
+
+
+# -- diffusion along the pipeline, which keeps the order of the layers -----------------------------
+#
+#     loads        9       3       3      mean 5
+#     flow     0   |  +4   |  +2   |   0          prefix of the loads - i * mean, over boundary i
+#     layers     4 3 2 | 2 1 | 1 2
+#
+# One layer at a time may cross each boundary. It goes downstream if the flow is positive. With
+# links, the time of sending a stage's output counts as a part of its load.
+
+Fits = Callable[[int, int, int], bool]
+"""(stage, start, stop) -> do the layers start..stop-1 fit the stage? See `MemoryLimits.fits`."""
+Sending = Callable[[int, int], int]
+"""(stage, stop) -> the time of sending the output of layer stop-1, in units of the sums."""
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """The result of a diffusion: the placement before the first round, and after each one."""
+
+    placements: tuple[Partition, ...]
+
+    @property
+    def partition(self) -> Partition:
+        return self.placements[-1]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.placements) - 1
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The layers' crossings of a boundary, in the order made."""
+        return tuple(move for pair in pairwise(self.placements) for move in moves(*pair))
+
+
+def diffuse(
+    weights: Sequence[float],
+    current: Partition,
+    *,
+    fits: Fits | None = None,
+    links: Sequence[LinkCost] | None = None,
+    output_bytes: Sequence[int] | None = None,
+) -> Diffusion:
+    """Path diffusion: per round at most one layer crosses each boundary, to the neighbouring stage.
+
+    A round is accepted when the loads, sorted from the largest, fall lexicographically, and every
+    stage that gains a layer `fits`. No placement therefore comes back, and the diffusion ends. It
+    ends when neither the flows nor one path between two stages lower the loads further. The result
+    is usually within one layer of `exact`, without a guarantee.
+
+    `links` and `output_bytes` count as in `partition.exact`: a stage's load is its work plus the
+    time of sending its output (DynMo, E.1).
+    """
+    sums = weight_sums(weights, current)
+    sends = Chain(weights, current.stages, None, None, links, output_bytes).sends
+    sending = _sending(np.rint(sends).astype(np.int64).tolist())
+    placements = [current]
+    while (better := _next_round(sums, sending, placements[-1].bounds, fits)) is not None:
+        placements.append(Partition.from_bounds(better))
+    return Diffusion(tuple(placements))
+
+
+def weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
+    if len(weights) != current.layers:
+        raise PartitionError(
+            f"{len(weights)} weights for a placement of {current.layers} layers; "
+            "give one weight per layer"
+        )
+    return integer_sums(weights)
+
+
+def _sending(units: list[list[int]]) -> Sending:
+    return lambda stage, stop: units[stage][stop] if len(units[stage]) > 1 else 0
+
+
+def _next_round(
+    sums: Sequence[int], sending: Sending, bounds: Sequence[int], fits: Fits | None
+) -> list[int] | None:
+    before = sorted(_loads(sums, sending, bounds), reverse=True)
+    for better in _candidates(sums, sending, bounds):
+        if (
+            any(start >= stop for start, stop in pairwise(better))
+            or sorted(_loads(sums, sending, better), reverse=True) >= before
+        ):
+            continue
+        if fits is None or all(
+            fits(stage, start, stop)
+            for stage, (start, stop) in enumerate(pairwise(better))
+            if start < bounds[stage] or stop > bounds[stage + 1]
+        ):
+            return better
+    return None
+
+
+def _candidates(
+    sums: Sequence[int], sending: Sending, bounds: Sequence[int]
+) -> Iterator[list[int]]:
+    """Placements to try in a round.
+
+    The first one shifts every boundary over which a layer lessens the flow, together. Then one
+    layer moves along the path from one stage to another. Paths from the most loaded to the least
+    loaded come first. The paths get a load down a slope such as 4 3 2, where no neighbours can
+    trade.
+    """
+    ranks = len(bounds) - 1
+    load = _loads(sums, sending, bounds)
+    total, sent = sum(load), 0
+    shifted = list(bounds)
+    for i in range(1, ranks):
+        sent += sending(i - 1, bounds[i])
+        # The flow is multiplied by the number of ranks, to stay with integers.
+        wanted = i * total - ranks * sent
+        shifted[i] = min(
+            (bounds[i], bounds[i] - 1, bounds[i] + 1),
+            key=lambda b, wanted=wanted: abs(sums[b] * ranks - wanted),
+        )
+    yield shifted
+    order = sorted(range(ranks), key=lambda stage: (-load[stage], stage))
+    for source in order:
+        for target in reversed(order):
+            if load[target] < load[source]:
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                yield [bound + step * (low < i <= high) for i, bound in enumerate(bounds)]
+
+
+def _loads(sums: Sequence[int], sending: Sending, bounds: Sequence[int]) -> list[int]:
+    return [
+        sums[stop] - sums[start] + sending(stage, stop)
+        for stage, (start, stop) in enumerate(pairwise(bounds))
+    ]
+
+
+# -- fewer ranks, by a rule that merges neighbours by memory ---------------------------------------
+#
+#     8 ranks   3 3 3 3 3 3 3 3        first-fit merges neighbours while their memory fits one rank
+#     4 ranks   6 6 6 6
+#
+# A rule is DynMo's own, or the user's. It does not ask how long a step takes then, and never grows.
+# `elastic.algorithm = "fewest"` is what dynmo does by itself.
+
+Merge = Callable[[Partition, Sequence[float], float, int], Partition]
+"""From a placement, the bytes of each layer, the bytes of a rank and the fewest ranks to merge to,
+to a placement on as many ranks or fewer."""
+
+
+def first_fit(before: Partition, sizes: Sequence[float], limit: float, least: int) -> Partition:
+    """Merges each rank into the next one if both fit (DynMo, algorithm 4).
+
+    It stops when `least` ranks are left.
+    """
+    if len(sizes) != before.layers:
+        raise PartitionError(f"{len(sizes)} sizes for {before.layers} layers; give one for each")
+    counts, rank = list(before.counts), 0
+    while rank + 1 < len(counts) and len(counts) > least:
+        both, first = counts[rank] + counts[rank + 1], sum(counts[:rank])
+        if math.fsum(sizes[first : first + both]) < limit:
+            counts[rank : rank + 2] = [both]
+        else:
+            rank += 1
+    return Partition(tuple(counts))
+
+
+@cache
+def find_rule(algorithm: str) -> Merge:
+    """Finds the rule that `elastic.algorithm` names. The user's own is tried on a small placement.
+
+    Raises:
+        ConfigError: There is no such rule, or it returns no placement.
+    """
+    if algorithm == "first-fit":
+        return first_fit
+    given = find_own("elastic.algorithm", algorithm)
+
+    def merge(before: Partition, sizes: Sequence[float], limit: float, least: int) -> Partition:
+        after = given(before, sizes, limit, least)
+        if (
+            not isinstance(after, Partition)
+            or after.layers != before.layers
+            or after.stages > before.stages
+        ):
+            raise ConfigError(
+                f"elastic.algorithm {algorithm!r}: returned {after!r}; return a Partition of all "
+                f"{before.layers} layers on at most {before.stages} ranks"
+            )
+        return after
+
+    with suppress(PartitionError):  # it has no placement of these layers
+        merge(Partition((1,) * 4), (1.0,) * 4, 3.0, 1)
+    return merge
+
+
+def merge(now: Plan, elastic: Elastic) -> tuple[Plan, Verdict]:
+    """Merges ranks by the rule that `elastic.algorithm` names.
+
+    Raises:
+        NoRoomError: The merged ranks cannot hold the model.
+    """
+    problem, algorithm, before = now.problem, elastic.algorithm, now.mesh.gpus
+    limit = problem.memory_limit
+    assert isinstance(limit, int), "merging goes by memory"
+    sizes = [float(layer.static_bytes + layer.activation_bytes) for layer in problem.layers]
+    least = -(-min(elastic.min_ranks, before) // now.mesh.replicas)
+    partition = find_rule(algorithm)(now.partition, sizes, limit, least)
+    if partition.stages == now.mesh.pipeline:
+        return now, Verdict(False, 0.0, f"stay: {algorithm} merges nothing")
+    mesh = replace(now.mesh, pipeline=partition.stages)
+    plan = evaluate(problem, Choice(mesh, partition))
+    need = max(plan.memory)
+    if need > limit:
+        raise NoRoomError(
+            f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over "
+            f"{limit}"
+        )
+    gain = 1 - plan.seconds / now.seconds if now.seconds else 0.0
+    return plan, Verdict(True, gain, f"{algorithm}: {mesh.gpus} of {before} ranks by memory")

@@ -42,18 +42,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.plan.balancers import balancer, is_forced
+from dynmo.plan.alternatives import RankOptions
+from dynmo.plan.balancers import balancer, is_forced, merge
 from dynmo.plan.best import NoMeshFitsError, handicap, search
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.merging import merge
 from dynmo.plan.meshes import kept_ranks
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import uniform
 from dynmo.plan.pays import Change, Layers, Verdict, at, confirm, intervals, pays
-from dynmo.plan.problem import Allowed, Choice, Problem
-from dynmo.plan.ranks import RankOptions
-from dynmo.plan.speeds import Speeds
+from dynmo.plan.problem import Allowed, Choice, Problem, Speeds
 from dynmo.schedule.catalogue import SHAPES, entry
 from dynmo.schedule.memory import least_limit
 from dynmo.schedule.simulator import simulate

@@ -7,7 +7,7 @@ moves one layer at a time along the path between two stages while the simulated 
 
     4 3 | 2 2 | 1 1 2      from stage 0 to stage 2:      4 | 3 2 | 2 1 1 2
 
-Every move is judged by a compiled replay of one schedule (`_replay`), and by the bytes that this
+Every move is judged by a compiled replay of one schedule (`_kernels`), and by the bytes that this
 schedule keeps alive. The result is judged by `evaluate`, with the schedule that is made for it. Its
 true bytes correct those of the next round. Nothing depends on the clock or on chance: equal inputs
 give equal placements, on every rank.
@@ -27,7 +27,7 @@ import numpy as np
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, ScheduleError
-from dynmo.plan._replay import promising, replay
+from dynmo.plan._kernels import promising, replay
 from dynmo.plan.bisection import chunked, exact, flowing, ties
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, enough, uniform, weigh

@@ -15,9 +15,11 @@ from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.plan.partition import Cost, Partition
-from dynmo.plan.speeds import Speeds
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit
+
+Speeds = tuple[float, ...]
+"""Speed of each rank, relative to the middle one's."""
 
 RecomputeMode = Literal["none", "auto", "all"]
 """The layers that are recomputed: none, those that must be so that everything fits, or all.

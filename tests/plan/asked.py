@@ -7,8 +7,7 @@ from typing import Any
 from dynmo.cost.profile_file import Profile
 from dynmo.plan.best import plan_on
 from dynmo.plan.evaluate import Plan
-from dynmo.plan.problem import Allowed, Mesh, Problem, RecomputeMode, Work
-from dynmo.plan.speeds import Speeds
+from dynmo.plan.problem import Allowed, Mesh, Problem, RecomputeMode, Speeds, Work
 from dynmo.schedule.memory import Limit
 
 Asked = tuple[Problem, Mesh, Allowed]

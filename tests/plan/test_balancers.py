@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.options import find_own
-from dynmo.plan.balancers import balancer, is_forced
+from dynmo.plan.balancers import balancer, diffuse, find_rule, is_forced, merge
 from dynmo.plan.best import plan_on
+from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import Plan, evaluate
-from dynmo.plan.options import BALANCERS
-from dynmo.plan.partition import Partition
+from dynmo.plan.options import BALANCERS, Elastic
+from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
 from dynmo.schedule.memory import Limit
@@ -288,3 +292,183 @@ def test_plan_of_a_balancer_is_its_placement() -> None:
         plan = plan_on(problem, current.mesh, Allowed(2, 4, balancer=name), Partition((1, 5)))
         assert plan.partition.counts == counts
         assert plan.mesh == Mesh(2, 1, 4, 1, "zb-h1")
+
+
+# -- diffusion descends and keeps the order --------------------------------------------------------
+
+many = settings(derandomize=True)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[float], Partition]:
+    # Multiples of 1/8, so that loads are exact floats and may be compared.
+    weights = [x / 8 for x in draw(st.lists(st.integers(0, 40), min_size=1, max_size=14))]
+    cuts = draw(st.sets(st.integers(1, len(weights) - 1))) if len(weights) > 1 else set[int]()
+    return weights, Partition.from_bounds([0, *sorted(cuts), len(weights)])
+
+
+def descending(weights: list[float], partition: Partition) -> list[float]:
+    return sorted(stage_loads(weights, partition), reverse=True)
+
+
+@many
+@given(cases())
+def test_diffusion_descends_until_no_path_helps(case: tuple[list[float], Partition]):
+    weights, current = case
+    result = diffuse(weights, current)
+    assert result == diffuse(weights, current)
+    if result.rounds:
+        assert descending(weights, result.partition) < descending(weights, current)
+    else:
+        assert result.partition == current
+        assert result.moves == ()
+    repeated = diffuse(weights, result.partition)
+    assert (repeated.partition, repeated.rounds) == (result.partition, 0)
+
+
+@many
+@given(cases())
+def test_only_boundary_layers_cross_to_a_neighbour(case: tuple[list[float], Partition]):
+    weights, current = case
+    result = diffuse(weights, current)
+    owners = [current.owner(layer) for layer in range(current.layers)]
+    for layer, source, target in result.moves:
+        assert owners[layer] == source
+        assert abs(source - target) == 1
+        owners[layer] = target
+    assert owners == [result.partition.owner(layer) for layer in range(current.layers)]
+    assert len(result.moves) <= result.rounds * (current.stages - 1)
+
+
+@many
+@given(cases(), st.integers(1, 5))
+def test_no_stage_exceeds_its_memory_limit(case: tuple[list[float], Partition], limit: int):
+    weights, current = case
+    result = diffuse(weights, current, fits=lambda stage, start, stop: stop - start <= limit)
+    for old, new in zip(current.counts, result.partition.counts, strict=True):
+        assert new <= max(limit, old)
+
+
+def test_path_to_a_distant_stage_evens_a_slope():
+    # 4 3 2 layers: one layer to the next stage only exchanges the two loads; the path to the last
+    # stage evens all three.
+    assert diffuse([1.0] * 9, Partition((4, 3, 2))).partition.counts == (3, 3, 3)
+    slope = diffuse([1.0] * 55, Partition((10, 9, 8, 7, 6, 5, 4, 3, 2, 1))).partition
+    assert sorted(slope.counts) == [5] * 5 + [6] * 5
+
+
+def test_moves_match_a_hand_computed_example():
+    # The loads are 9 3 3. Both flows run downstream, and a layer over each boundary lessens them.
+    # The loads become 7 4 4. Then no path lowers the largest.
+    result = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
+    assert result.moves[:2] == ((2, 0, 1), (4, 1, 2))
+    assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], result.partition)) <= 7.0
+
+
+def test_one_round_moves_a_layer_over_every_uneven_boundary():
+    result = diffuse([1.0] * 10, Partition((4, 1, 1, 4)))
+    assert result.partition.counts == (3, 2, 2, 3)
+    assert result.moves == ((3, 0, 1), (6, 3, 2))
+    assert result.rounds == 1
+
+
+def test_result_is_within_one_layer_of_the_optimum():
+    draw = random.Random(7)
+    near, total = 0, 100
+    for _ in range(total):
+        layers = draw.randint(2, 40)
+        ranks = draw.randint(1, min(layers, 12))
+        kind = [lambda: draw.lognormvariate(0, 1), draw.random]
+        weights = [draw.choice(kind)() for _ in range(layers)]
+        cuts = sorted(draw.sample(range(1, layers), ranks - 1))
+        given = Partition.from_bounds([0, *cuts, layers])
+        current = draw.choice([uniform(layers, ranks), given])
+        largest = max(stage_loads(weights, diffuse(weights, current).partition))
+        near += largest <= max(stage_loads(weights, exact(weights, ranks))) + max(weights)
+    assert near >= 0.99 * total
+
+
+def test_placement_of_another_model_is_refused():
+    with pytest.raises(PartitionError, match="3 weights for a placement of 2 layers"):
+        diffuse([1.0] * 3, Partition((1, 1)))
+
+
+@many
+@given(cases(), st.data())
+def test_sending_counts_as_load(case: tuple[list[float], Partition], data: st.DataObject):
+    weights, current = case
+    eighths = st.integers(0, 80).map(lambda x: x / 8)
+    seconds = [data.draw(eighths) for _ in range(current.stages - 1)]
+    links, sizes = [LinkCost(x, math.inf) for x in seconds], [1] * current.layers
+
+    def times(partition: Partition) -> list[float]:
+        loads = stage_loads(weights, partition)
+        return sorted(map(sum, zip(loads, [*seconds, 0.0], strict=True)), reverse=True)
+
+    result = diffuse(weights, current, links=links, output_bytes=sizes)
+    descent = list(map(times, result.placements))
+    if any(weights):
+        assert descent == sorted(descent, reverse=True)
+        assert len(set(map(tuple, descent))) == len(descent)
+    repeated = diffuse(weights, result.partition, links=links, output_bytes=sizes)
+    assert repeated.rounds == 0
+
+
+# -- rules that merge ranks by memory --------------------------------------------------------------
+
+MERGING = "python:benchmarks.baselines.merging:"
+OTHERS = (MERGING + name for name in ("best_fit", "round_robin", "halving"))
+RULES = ("first-fit", *OTHERS)
+
+
+def on_four(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> Plan:
+    """Eight equal layers on four ranks."""
+    layers = (layer or LayerCost(1.0, 1.0, 1.0, weight_bytes=100),) * 8
+    problem = Problem(Profile(layers, tuple("abcdefgh"), microbatch=1), memory_limit=limit)
+    mesh = Mesh(4, replicas, 8 // replicas, 1, "zb-h1")
+    return evaluate(problem, Choice(mesh, Partition((2, 2, 2, 2))))
+
+
+def rule(algorithm: str, **known: Any) -> Elastic:
+    return Elastic(repack=True, algorithm=algorithm, **known)
+
+
+@pytest.mark.parametrize("algorithm", RULES)
+def test_baselines_merge_ranks_within_memory(algorithm: str):
+    plan, verdict = merge(on_four(500), rule(algorithm))
+    assert plan.partition == Partition((4, 4))
+    assert plan.mesh.gpus == 2
+    assert verdict.pays
+    assert verdict.gain < 0, "they do not look at time"
+    assert algorithm in verdict.reason
+
+    plan, verdict = merge(on_four(300), rule(algorithm))
+    assert not verdict.pays, "no merge fits"
+    assert verdict.reason == f"stay: {algorithm} merges nothing"
+    assert plan.partition == Partition((2, 2, 2, 2))
+
+
+def test_baselines_stop_at_the_minimum_of_ranks():
+    assert merge(on_four(10_000), rule("first-fit", min_ranks=3))[0].partition.stages == 3
+    assert merge(on_four(10_000, replicas=2), rule("first-fit", min_ranks=3))[0].mesh.gpus == 4
+
+
+def test_merge_over_the_activation_memory_is_refused():
+    """Several microbatches are in flight on a rank, which the algorithms ignore."""
+    heavy = LayerCost(1.0, 1.0, 1.0, weight_bytes=10, activation_bytes=100)
+    with pytest.raises(NoRoomError, match="first-fit merges to 2 ranks"):
+        merge(on_four(500, heavy), rule("first-fit"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("python:benchmarks.baselines.merging:none", ".* has no function none"),
+        ("python:no.such:merge", "cannot import no.such"),
+        ("python:dynmo.plan.partition:uniform", "raised TypeError"),
+        ("python:builtins:print", "returned None; return a Partition of all 4 layers"),
+    ],
+)
+def test_wrong_rule_is_refused_at_once(name: str, says: str):
+    with pytest.raises(ConfigError, match=f"elastic.algorithm '{name}': {says}"):
+        find_rule(name)

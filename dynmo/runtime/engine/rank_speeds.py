@@ -1,19 +1,38 @@
-"""How fast each rank is, measured on the layers that it trains anyway."""
+"""How fast each rank is, measured on the layers that it trains anyway.
+
+    layers        a0 a1 | a2 a3 | a4 a5     alike, and rank 1 takes twice as long as the others
+    seconds       1  1  | 2  2  | 1  1
+    speeds           1  |  0.5  |  1
+
+A speed is relative: the middle rank has the speed 1, the faster of two. Layers of one kind and size
+are alike, whichever rank holds them, and so is a layer to itself on another replica. A speed counts
+only if the evidence is clear:
+
+- it differs by more than noise does
+- most of the rank's work says so, and not one layer
+- the earlier and the later half of the readings say so
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
-from typing import final
+from dataclasses import dataclass, replace
+from statistics import median, median_high
+from typing import NamedTuple, final
 
 import torch
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.plan.speeds import Sample, Speeds, estimate_speeds
+from dynmo.plan.problem import Speeds
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.state.layer_store import LayerStore
 
 _KINDS = 3  # of ops: F, B and W
+NOISE = 0.15
+"""Speeds nearer than this share are equal. Ranks of one machine differ by less."""
+_ROUNDS = 20  # the most turns between the kinds' costs and the ranks' speeds
 
 
 @final
@@ -116,3 +135,131 @@ def _kind(kind: str, cost: LayerCost) -> Hashable:
         cost.stash_bytes,
         cost.output_bytes,
     )
+
+
+# -- from times to speeds --------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """The seconds of one kind of op of a layer on one rank.
+
+    Attributes:
+        rank: The rank that measured it.
+        kind: Samples of one kind take equally long on equal ranks, per `work`.
+        work: The op's amount of work.
+        seconds: By all readings, by the earlier ones, and by the later ones.
+    """
+
+    rank: int
+    kind: Hashable
+    work: float
+    seconds: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class SpeedEstimate:
+    """The speeds that count, and whether more readings may show others."""
+
+    speeds: Speeds
+    uncertain: bool = False
+
+
+def estimate_speeds(
+    samples: Sequence[Sample], known: Speeds, disturbed: float = 0.0
+) -> SpeedEstimate:
+    """Estimates the speed of each rank.
+
+    Args:
+        samples: Those of all ranks.
+        known: The speeds that count so far. They stay unless there is clear evidence.
+        disturbed: Share of the ops' time that other processes take. Readings scatter with it.
+    """
+    noise = math.log1p(NOISE + disturbed / 2)
+    whole, *halves = (_fit(samples, len(known), part) for part in range(3))
+    speeds, uncertain = list(known), False
+    for rank, spread in enumerate(whole):
+        if spread is None:
+            continue
+        before = math.log(known[rank])
+        said = [spread, *(half[rank] for half in halves)]
+        far = [each is not None and each.is_beyond(before, noise) for each in said]
+        if all(far):
+            settled = 0.0 if abs(spread.middle) <= noise else spread.middle
+            speeds[rank] = round(math.exp(settled), 2)
+        else:
+            uncertain = uncertain or far[0] or far[2]
+    return SpeedEstimate(tuple(max(0.01, speed) for speed in speeds), uncertain)
+
+
+class _Spread(NamedTuple):
+    """Logarithms of a rank's speed, as a quarter, half and three quarters of its work have it."""
+
+    low: float
+    middle: float
+    high: float
+
+    def is_beyond(self, value: float, noise: float) -> bool:
+        return self.low > value + noise or self.high < value - noise
+
+
+def _fit(samples: Sequence[Sample], ranks: int, part: int) -> list[_Spread | None]:
+    """Returns each rank's speed. None if nothing of the rank can be compared.
+
+    A kind's cost is the median over ranks of what the rank needs, times its speed. A rank's speed
+    is the median over kinds of the cost by what it needs. Both take turns until neither changes.
+    """
+    found: dict[tuple[Hashable, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.work > 0 and sample.seconds[part] > 0:
+            found[sample.kind, sample.rank].append(sample)
+    cells: dict[Hashable, dict[int, float]] = defaultdict(dict)
+    for (kind, rank), some in found.items():
+        cells[kind][rank] = math.log(median(x.seconds[part] / x.work for x in some))
+    cells = {kind: row for kind, row in cells.items() if len(row) > 1}
+    speeds, cost = [0.0] * ranks, dict[Hashable, float]()
+    for _ in range(_ROUNDS):
+        cost = {
+            kind: median(taken + speeds[rank] for rank, taken in row.items())
+            for kind, row in cells.items()
+        }
+        spreads = [_spread_of(found, cells, cost, rank, part) for rank in range(ranks)]
+        after = [0.0 if x is None else x.middle for x in spreads]
+        if after == speeds:
+            break
+        speeds = after
+    else:
+        spreads = [_spread_of(found, cells, cost, rank, part) for rank in range(ranks)]
+    linked = [x.middle for x in spreads if x is not None]
+    if not linked:
+        return spreads
+    one = median_high(linked)
+    return [x and _Spread(*(each - one for each in x)) for x in spreads]
+
+
+def _spread_of(
+    found: dict[tuple[Hashable, int], list[Sample]],
+    cells: dict[Hashable, dict[int, float]],
+    cost: dict[Hashable, float],
+    rank: int,
+    part: int,
+) -> _Spread | None:
+    said = sorted(
+        (cost[kind] - math.log(sample.seconds[part] / sample.work), sample.seconds[part])
+        for kind, row in cells.items()
+        if rank in row
+        for sample in found[kind, rank]
+    )
+    if not said:
+        return None
+    total = math.fsum(weight for _, weight in said)
+    return _Spread(*(_quantile(said, share * total) for share in (0.25, 0.5, 0.75)))
+
+
+def _quantile(said: Sequence[tuple[float, float]], target: float) -> float:
+    """The first value at which the weights so far reach `target`."""
+    reached = 0.0
+    for value, weight in said:
+        reached += weight
+        if reached >= target:
+            return value
+    return said[-1][0]

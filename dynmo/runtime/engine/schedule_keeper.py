@@ -9,9 +9,8 @@ from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.plan.evaluate import Plan, Replica, evaluate, inherent_idle
 from dynmo.plan.partition import Partition
-from dynmo.plan.problem import Choice, Problem, Work
+from dynmo.plan.problem import Choice, Problem, Speeds, Work
 from dynmo.plan.recompute import recompute_as_workspace
-from dynmo.plan.speeds import Speeds
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.rank_speeds import RankSpeeds

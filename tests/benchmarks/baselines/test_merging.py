@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines.merging import best_fit, halving, round_robin
 from benchmarks.repack import BASELINES
-from dynmo.plan.merging import first_fit
+from dynmo.plan.balancers import first_fit
 from dynmo.plan.partition import Partition, uniform
 
 LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)

@@ -24,8 +24,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, stage_loads
-from tests.plan.test_balancers import FROZEN, ONE, Now, limited, now
-from tests.plan.test_diffusion import cases, many
+from tests.plan.test_balancers import FROZEN, ONE, Now, cases, limited, many, now
 
 NAMES = (
     "embedding",
