@@ -31,8 +31,7 @@ from dynmo.cases.freezing import Freezing
 from dynmo.cost.input_file import Link
 from dynmo.plan.decide import decide as decided
 from dynmo.plan.evaluate import evaluate
-from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.partition import uniform
+from dynmo.plan.partition import moves_between_ranks, uniform
 from dynmo.plan.workload import LayerSection, Moment, Workload, question
 from dynmo.runtime.comm.world import World
 

@@ -114,7 +114,7 @@ def asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
 def _like_run(problem: Problem, allowed: Allowed, options: PlanOptions) -> tuple[Problem, Allowed]:
     """Returns the same with the ranks, replicas and batch of a run's folder."""
     from dynmo.config import load
-    from dynmo.plan.meshes import accumulation_problem
+    from dynmo.plan.partition import accumulation_problem
 
     path = options.costs_path() / "config.toml"
     if not path.is_file() or options.microbatches is not None:

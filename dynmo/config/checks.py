@@ -12,7 +12,7 @@ from dataclasses import replace
 from dynmo.cases import CASES
 from dynmo.config.sections import Config
 from dynmo.pipeline.option_checks import problems
-from dynmo.plan.meshes import nearest_divisors
+from dynmo.plan.partition import nearest_divisors
 
 Rule = Callable[[Config], Iterator[str]]
 

@@ -18,7 +18,7 @@ from dynmo.options import (
     Whole,
     written,
 )
-from dynmo.plan.meshes import nearest_divisors
+from dynmo.plan.partition import nearest_divisors
 
 OneTime: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Seconds: TypeAlias = OneTime | Listed[OneTime]

@@ -27,8 +27,7 @@ from torch import Tensor
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, PartitionError, RankDied, RunError, WaitTimeout
 from dynmo.models.group_placement import GroupPlacement
-from dynmo.plan.layout import Layout, Layouts, moves_between_ranks
-from dynmo.plan.partition import Move, Partition
+from dynmo.plan.partition import Layout, Layouts, Move, Partition, moves_between_ranks
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import check_partition

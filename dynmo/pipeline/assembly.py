@@ -25,7 +25,7 @@ from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.elastic.grant import Grant
-    from dynmo.plan.layout import RecomputeRule
+    from dynmo.plan.partition import RecomputeRule
     from dynmo.runtime.engine.options import Shapes
 
 

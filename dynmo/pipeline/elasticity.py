@@ -30,7 +30,7 @@ from dynmo.pipeline.gathering import rules_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.plan.meshes import kept_ranks
+from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.store import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine

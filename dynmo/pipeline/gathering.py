@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.meshes import fewer_replicas, near_sizes
 from dynmo.plan.problem import Choice, Mesh, Problem, Work
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
@@ -105,8 +104,8 @@ def rules_of(options: PipelineOptions, engine: Engine, kind: Kind) -> Rules:
         return replace(rules, replicas=tuple(replicas for _, replicas in meshes))
     mesh, groups = choice_of(options, engine).mesh, engine.store.accumulation_groups
     # Replicas that share experts stay together.
-    replicas = fewer_replicas(mesh, groups) if options.expert == 1 else (mesh.replicas,)
-    sizes = near_sizes(mesh, groups, replicas) if elastic.retune else ()
+    replicas = mesh.fewer_replicas(groups) if options.expert == 1 else (mesh.replicas,)
+    sizes = mesh.near_sizes(groups, replicas) if elastic.retune else ()
     return replace(rules, replicas=replicas, sizes=sizes)
 
 

@@ -12,7 +12,7 @@ from dynmo.errors import ScheduleError
 from dynmo.models.options import ModelOptions
 from dynmo.options import LARGEST
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.meshes import accumulation_problem, divisors
+from dynmo.plan.partition import accumulation_problem, divisors
 from dynmo.schedule.catalogue import AUTO, check_microbatches, chunks_of
 
 

@@ -27,8 +27,8 @@ from dynmo.options import (
     written,
 )
 from dynmo.pipeline.case_options import CaseOptions, RunFacts
-from dynmo.plan.meshes import MeshRule
 from dynmo.plan.options import Balance, Elastic
+from dynmo.plan.partition import MeshRule
 from dynmo.schedule.catalogue import AUTO, ScheduleName, chunks_of, shapes_of
 
 

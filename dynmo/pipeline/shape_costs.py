@@ -27,8 +27,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.plan.evaluate import Replica
-from dynmo.plan.layout import RecomputeRule
-from dynmo.plan.partition import Partition
+from dynmo.plan.partition import Partition, RecomputeRule
 from dynmo.plan.problem import Problem, Work
 from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace
 from dynmo.runtime.comm.clock import HostClock

@@ -28,8 +28,7 @@ from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import Plan, Replica, evaluate, freeze
-from dynmo.plan.meshes import divisors
-from dynmo.plan.partition import Partition, enough, stage_loads
+from dynmo.plan.partition import Partition, divisors, enough, stage_loads
 from dynmo.plan.placement import place, recomputing
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
 from dynmo.schedule.catalogue import SHAPES, check_microbatches, chunks_of

@@ -46,10 +46,8 @@ from dynmo.plan.alternatives import RankOptions
 from dynmo.plan.balancers import balancer, is_forced, merge
 from dynmo.plan.best import NoMeshFitsError, handicap, search
 from dynmo.plan.evaluate import Plan, Replica, evaluate
-from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.meshes import kept_ranks
 from dynmo.plan.options import Balance, Elastic
-from dynmo.plan.partition import uniform
+from dynmo.plan.partition import kept_ranks, moves_between_ranks, uniform
 from dynmo.plan.pays import Change, Layers, Verdict, at, confirm, intervals, pays
 from dynmo.plan.problem import Allowed, Choice, Problem, Speeds
 from dynmo.schedule.catalogue import SHAPES, entry

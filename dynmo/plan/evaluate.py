@@ -40,8 +40,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_c
 from dynmo.cost.profile_file import TIMES
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.bisection import rank_speeds
-from dynmo.plan.layout import moves_between_ranks
-from dynmo.plan.partition import Move, Partition, imbalance, uniform
+from dynmo.plan.partition import Move, Partition, imbalance, moves_between_ranks, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
 from dynmo.schedule.bounds import Objective

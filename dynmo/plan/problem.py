@@ -8,13 +8,14 @@ Problem, Choice --evaluate--> Plan: schedule, seconds, bytes
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
-from dynmo.plan.partition import Cost, Partition
+from dynmo.plan.partition import Cost, Partition, accumulation_problem, divisors
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit
 
@@ -57,6 +58,30 @@ class Mesh:
     @property
     def global_batch(self) -> int:
         return self.replicas * self.microbatches * self.micro_batch
+
+    def fewer_replicas(self, groups: int) -> tuple[int, ...]:
+        """Returns the numbers of replicas that other numbers of ranks may have.
+
+        `groups` are the accumulation groups of all replicas. A model may not allow more replicas
+        than now.
+        """
+        batch = self.replicas * self.microbatches
+        fewer = (each for each in divisors(batch) if each <= self.replicas)
+        return tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
+
+    def near_sizes(self, groups: int, replicas: Collection[int]) -> tuple[int, ...]:
+        """Returns sizes of a microbatch that the accumulation groups allow.
+
+        Candidates are the present size, its halves and its doubles.
+        """
+        size, batch = self.micro_batch, self.global_batch
+        near = sorted({size // 4, size // 2, size, 2 * size, 4 * size} - {0})
+        return tuple(
+            each
+            for each in near
+            if batch % each == 0
+            and not any(accumulation_problem(groups, count, batch // each) for count in replicas)
+        )
 
     def __str__(self) -> str:
         return (

@@ -42,9 +42,8 @@ from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole, probl
 from dynmo.plan.best import plan_on
 from dynmo.plan.decide import Readings, Rules
 from dynmo.plan.evaluate import Plan, evaluate, even_costs, frozen_stages, roomy_caps
-from dynmo.plan.layout import moves_between_ranks
 from dynmo.plan.options import Balance
-from dynmo.plan.partition import Partition, uniform
+from dynmo.plan.partition import Partition, moves_between_ranks, uniform
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem, Work
 from dynmo.plan.records import DecisionRecord
 from dynmo.schedule.bounds import Objective

@@ -10,7 +10,6 @@ from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.pipeline.gathering import UNKNOWN_LINK, with_all_shares
 from dynmo.plan.decide import Decision, Kind, Readings, Rules
-from dynmo.plan.meshes import fewer_replicas, near_sizes
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Partition
 from dynmo.plan.pays import Layers
@@ -78,8 +77,8 @@ def question(record: dict[str, Any]) -> DecisionRecord:
     replicas = tuple(count for _, count in old.get("shapes", ()))
     sizes: tuple[int, ...] = ()
     if kind == "ranks":
-        replicas = fewer_replicas(mesh, groups) if old.get("expert", 1) == 1 else (mesh.replicas,)
-        sizes = near_sizes(mesh, groups, replicas) if elastic.retune else ()
+        replicas = mesh.fewer_replicas(groups) if old.get("expert", 1) == 1 else (mesh.replicas,)
+        sizes = mesh.near_sizes(groups, replicas) if elastic.retune else ()
     rules = Rules(
         _KINDS[kind],
         Balance(**old.get("balance", {}) | {"balancer": "none"}) if kind == "schedule" else balance,

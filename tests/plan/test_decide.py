@@ -13,9 +13,8 @@ from dynmo.cost.input_file import Link
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.plan.decide import Decision
 from dynmo.plan.evaluate import evaluate
-from dynmo.plan.meshes import MeshRule
 from dynmo.plan.options import Balance, Elastic
-from dynmo.plan.partition import Partition
+from dynmo.plan.partition import MeshRule, Partition
 from dynmo.plan.problem import Choice, Mesh
 from dynmo.plan.records import DecisionRecord
 from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay

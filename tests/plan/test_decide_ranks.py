@@ -14,7 +14,6 @@ from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.plan.best import search
 from dynmo.plan.decide import Decision
-from dynmo.plan.meshes import fewer_replicas, near_sizes
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Allowed, Mesh
@@ -283,9 +282,9 @@ def test_uncertain_measurements_keep_the_ranks() -> None:
 
 def test_sizes_and_replicas_fit_the_accumulation_groups() -> None:
     mesh = Mesh(2, 4, 2, 4, "1f1b")
-    assert fewer_replicas(mesh, 4) == (1, 2, 4)
-    assert fewer_replicas(mesh, 2) == (1, 2)
-    assert near_sizes(mesh, 4, (1, 2, 4)) == (1, 2, 4, 8)
+    assert mesh.fewer_replicas(4) == (1, 2, 4)
+    assert mesh.fewer_replicas(2) == (1, 2)
+    assert mesh.near_sizes(4, (1, 2, 4)) == (1, 2, 4, 8)
     retuned = ask(ONES, 8, 1000.0, sizes=(1, 2), retune=True).again()
     assert retuned.plan.mesh.micro_batch in (1, 2)
 

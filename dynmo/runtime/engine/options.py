@@ -11,8 +11,7 @@ from typing import Literal, cast
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError
-from dynmo.plan.layout import Layouts, RecomputeRule
-from dynmo.plan.partition import Partition
+from dynmo.plan.partition import Layouts, Partition, RecomputeRule
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.parameter_groups import OptimizerSettings, Settings
 from dynmo.schedule.memory import Limit

@@ -26,8 +26,7 @@ from dynmo.kernels.packed_weight import unknown_form
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.identity import Identity, identity_of
 from dynmo.models.model import Model, named_tensors
-from dynmo.plan.layout import Layout
-from dynmo.plan.partition import Move
+from dynmo.plan.partition import Layout, Move
 from dynmo.runtime.comm.agreement import first_difference, share_failures
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.error_text import ranks_text

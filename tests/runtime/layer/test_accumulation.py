@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.cost.layer_cost import most_pending_gradients
-from dynmo.plan.meshes import accumulation_problem
+from dynmo.plan.partition import accumulation_problem
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree
 from dynmo.runtime.layer.split_backward import Layer
