@@ -40,11 +40,11 @@ from benchmarks.cost_traces import (
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.plan.best import search
 from dynmo.plan.bisection import exact
-from dynmo.plan.decide import Kind, Readings, Rules, decide
+from dynmo.plan.decide import decide
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
+from dynmo.plan.problem import Allowed, Choice, Kind, Mesh, Problem, Readings, Rules
 
 CASES = (
     ("early_exit", 2048),

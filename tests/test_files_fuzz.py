@@ -22,8 +22,7 @@ from dynmo.data.samples import Encoder
 from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
 from dynmo.models.huggingface.weight_files import stored_in
-from dynmo.plan import records as decision_records
-from dynmo.plan import workload
+from dynmo.plan import decide, workload
 
 
 def records(path: Path, kind: str) -> None:
@@ -50,7 +49,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "workload": workload.read,
     "costs": lambda path: costs_file.read_costs(path, 2),
     "profile": profile_file.read,
-    "decisions": lambda path: list(decision_records.read_records(path)),
+    "decisions": lambda path: list(decide.read_records(path)),
     "events": lambda path: list(events.read(path)),
     "jsonl": lambda path: records(path, "jsonl"),
     "parquet": lambda path: records(path, "parquet"),

@@ -239,7 +239,7 @@ def picture(result: ReplayResult) -> list[str]:
 
 def _replay_decisions(path: Path, as_json: bool) -> None:
     """Prints each decision of a run, its reason, and whether the answer is the same again."""
-    from dynmo.plan.records import read_records
+    from dynmo.plan.decide import read_records
 
     rows = [(record, record.again()) for record in read_records(path)]
     if not rows:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.problem import Choice, Mesh, Problem, Work
+from dynmo.plan.problem import Choice, Kind, Mesh, Problem, Rules, Work
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import AUTO, shapes_of
-
-if TYPE_CHECKING:
-    from dynmo.plan.decide import Kind, Rules
 
 UNKNOWN_LINK = 1e9
 """Bytes per second between ranks, if there is one rank and nothing to measure."""
@@ -90,8 +87,6 @@ def choice_of(options: PipelineOptions, engine: Engine) -> Choice:
 
 def rules_of(options: PipelineOptions, engine: Engine, kind: Kind) -> Rules:
     """Returns what a run may change."""
-    from dynmo.plan.decide import Rules
-
     rules = Rules(kind, options.balance, options.elastic)
     layout, layers, elastic = engine.store.layout, engine.model.layers, options.elastic
     if kind == "placement":

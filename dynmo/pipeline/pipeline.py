@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
     from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
-    from dynmo.plan.records import DecisionRecord
+    from dynmo.plan.decide import DecisionRecord
 
 _logger = logging.getLogger(__name__)
 _DEFAULT = PipelineOptions(microbatches=1)

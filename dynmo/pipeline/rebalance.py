@@ -34,14 +34,15 @@ from dynmo.pipeline.gathering import (
 from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.rebalance_watch import RebalanceWatch
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
+from dynmo.plan.problem import Readings, Rules
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
-    from dynmo.plan.decide import Decision, Rules
-    from dynmo.plan.records import DecisionRecord
+    from dynmo.plan.decide import Decision, DecisionRecord
 
 _ACTS = {
     "placement": "whether to move layers",
@@ -157,9 +158,7 @@ class Rebalancer:
         reference: float | None = None,
     ) -> Decision:
         """Decides before `step`. All ranks call it together, and compare the answer."""
-        from dynmo.plan.decide import Readings, decide
-        from dynmo.plan.evaluate import evaluate
-        from dynmo.plan.records import DecisionRecord
+        from dynmo.plan.decide import DecisionRecord, decide
 
         start = time.perf_counter()
         engine, world, options = self._engine, self._engine.store.world, self._options

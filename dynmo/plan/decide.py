@@ -36,78 +36,28 @@ that takes longer than the limit.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
 
+from pydantic import TypeAdapter
+
+from dynmo.cost.input_file import read_text
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
+from dynmo.files import parse_json
 from dynmo.plan.alternatives import RankOptions
 from dynmo.plan.balancers import balancer, is_forced, merge
 from dynmo.plan.best import NoMeshFitsError, handicap, search
 from dynmo.plan.evaluate import Plan, Replica, evaluate
-from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import kept_ranks, moves_between_ranks, uniform
-from dynmo.plan.pays import Change, Layers, Verdict, at, confirm, intervals, pays
-from dynmo.plan.problem import Allowed, Choice, Problem, Speeds
+from dynmo.plan.pays import Change, Verdict, at, confirm, intervals, pays
+from dynmo.plan.problem import Allowed, Choice, Kind, Layers, Problem, Readings, Rules
 from dynmo.schedule.catalogue import SHAPES, entry
 from dynmo.schedule.memory import least_limit
 from dynmo.schedule.simulator import simulate
-
-Kind = Literal["placement", "mesh", "ranks"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What may change, and when it should.
-
-    Attributes:
-        kind: What is decided on.
-        schedules: Schedules that may take the present one's place. Empty: it stays.
-        replicas: The numbers of replicas that another mesh may have.
-        sizes: The samples of a microbatch that it may have. Empty: as now.
-        there: Number of ranks, newcomers included.
-        most: The largest number of ranks that the run has had.
-    """
-
-    kind: Kind = "placement"
-    balance: Balance = field(default_factory=Balance)
-    elastic: Elastic = field(default_factory=Elastic)
-    schedules: tuple[str, ...] = ()
-    replicas: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    there: int = 1
-    most: int = 1
-
-
-@dataclass(frozen=True)
-class Readings:
-    """What a run has measured beside the costs.
-
-    Attributes:
-        halves: The costs from the earlier and from the later readings alone. Empty if some time has
-            one reading only.
-        doubt: Factor of the usual gain that a move must promise.
-        preempted: Share of the ops' time that other processes take.
-        fixed_seconds: Seconds of a move beyond its layers' way over the links.
-        seconds_per_byte: Seconds of a move per byte, instead of those of the links.
-        pause: Seconds that a change of ranks takes beyond its bytes.
-        scheduled: Costs that the present schedule was made from. None if it knows no costs.
-        scheduled_speeds: Speeds that it was made from.
-        is_measured: Whether `scheduled` was measured.
-        reference: Seconds that a step took at first. None means the best predicted seconds now.
-    """
-
-    halves: tuple[Layers, ...] = ()
-    doubt: float = 1.0
-    preempted: float = 0.0
-    fixed_seconds: float = 0.0
-    seconds_per_byte: float | None = None
-    pause: float = 0.0
-    scheduled: Layers | None = None
-    scheduled_speeds: Speeds | None = None
-    is_measured: bool = False
-    reference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +94,9 @@ class Decision:
             "remade": self.remade is not None,
             "ranks": self.ranks,
         }
+
+
+_NOTHING = Verdict(False, 0.0, "stay: nothing else is better")
 
 
 def decide(problem: Problem, now: Plan, rules: Rules, readings: Readings) -> Decision:
@@ -188,47 +141,30 @@ class _Question:
         self.problem, self.now = problem, now
         self.rules, self.readings = rules, readings
 
-    def decide(self) -> Decision:
-        """Takes the first candidate that pays, or else weighs the first one."""
-        first: Decision | None = None
-        for plan in self.candidates():
-            decision = Decision(plan, self.weigh(plan))
-            if decision.verdict.pays or (decision.verdict.uncertain and not self.is_forced):
-                return decision
-            first = first or decision
-        return first or Decision(self.now, Verdict(False, 0.0, "stay: nothing else is better"))
-
-    @property
-    def is_forced(self) -> bool:
-        return is_forced(self.rules.balance.balancer)
-
-    def candidates(self) -> Iterator[Plan]:
-        raise NotImplementedError
-
-    def weigh(self, plan: Plan) -> Verdict:
-        raise NotImplementedError
-
-    def change(self, there: float, back: float) -> Change:
-        balance = self.rules.balance
-        return Change(there, back, balance.margin, balance.hysteresis * self.readings.doubt)
-
-    def compare(self, plan: Plan, change: Change) -> Verdict:
+    def compare(
+        self, plan: Plan, there: float, back: float, seconds: Callable[[Plan], float]
+    ) -> Verdict:
         """Compares a step with one as it is now. Each half of the readings must say the same."""
+        balance, readings = self.rules.balance, self.readings
+        change = Change(there, back, balance.margin, balance.hysteresis * readings.doubt)
 
         def verdict(problem: Problem) -> Verdict:
-            return pays(change, intervals(problem), seconds)
+            return pays(change, intervals(problem), both)
 
-        def seconds(layers: Layers) -> tuple[float, float]:
-            return self.seconds(self.now, layers), self.seconds(plan, layers)
+        def both(layers: Layers) -> tuple[float, float]:
+            return seconds(_at(self.now, layers)), seconds(_at(plan, layers))
 
         whole = verdict(self.problem)
         if not whole.pays:
             return whole
-        halves = [at(self.problem, layers) for layers in self.readings.halves]
-        return confirm(whole, [verdict(half).pays for half in halves], self.readings.preempted)
+        parts = [verdict(at(self.problem, layers)).pays for layers in readings.halves]
+        return confirm(whole, parts, readings.preempted)
 
-    def seconds(self, plan: Plan, layers: Layers) -> float:
-        raise NotImplementedError
+
+def _at(plan: Plan, layers: Layers) -> Plan:
+    """Returns the plan of the same choice at other costs."""
+    problem = at(plan.problem, layers)
+    return plan if problem is plan.problem else evaluate(problem, plan.choice)
 
 
 # -- placement -------------------------------------------------------------------------------------
@@ -236,6 +172,17 @@ class _Question:
 
 @final
 class _Placements(_Question):
+    def decide(self) -> Decision:
+        """Takes the first candidate that pays, or else weighs the first one."""
+        first: Decision | None = None
+        forced = is_forced(self.rules.balance.balancer)
+        for plan in self.candidates():
+            decision = Decision(plan, self.weigh(plan, forced))
+            if decision.verdict.pays or (decision.verdict.uncertain and not forced):
+                return decision
+            first = first or decision
+        return first or Decision(self.now, _NOTHING)
+
     def candidates(self) -> Iterator[Plan]:
         """The best placement under each schedule that is allowed, the fastest first."""
         now, schedule = self.now, self.now.mesh.schedule
@@ -272,13 +219,12 @@ class _Placements(_Question):
             return now if now is self.now else now.check_room()
         return evaluate(problem, Choice(now.mesh, partition)).check_room()
 
-    def weigh(self, plan: Plan) -> Verdict:
+    def weigh(self, plan: Plan, forced: bool) -> Verdict:
         price = self.on_the_way(plan) + self.readings.fixed_seconds
-        change, name = self.change(price, price), self.rules.balance.balancer
-        if self.is_forced and plan.mesh == self.now.mesh:
+        if forced and plan.mesh == self.now.mesh:
             gain = 1 - plan.step / self.now.step if self.now.step else 0.0
-            return Verdict(True, gain, f"{name}: forced", price=price)
-        return self.compare(plan, change)
+            return Verdict(True, gain, f"{self.rules.balance.balancer}: forced", price=price)
+        return self.compare(plan, price, price, lambda plan: plan.step)
 
     def on_the_way(self, plan: Plan) -> float:
         """Returns the seconds of a move's layers, in sequence, over the slowest link."""
@@ -291,15 +237,6 @@ class _Placements(_Question):
             return self.readings.seconds_per_byte * sum(sizes)
         links = [link for _, link in self.problem.profile.links]
         return math.fsum(max((link.seconds(x) for link in links), default=0.0) for x in sizes)
-
-    def seconds(self, plan: Plan, layers: Layers) -> float:
-        return _at(plan, layers).step
-
-
-def _at(plan: Plan, layers: Layers) -> Plan:
-    """Returns the plan of the same choice at other costs."""
-    problem = at(plan.problem, layers)
-    return plan if problem is plan.problem else evaluate(problem, plan.choice)
 
 
 # -- mesh ------------------------------------------------------------------------------------------
@@ -346,9 +283,6 @@ class _Remeshed(_Question):
         each = self.readings.seconds_per_byte
         return most / self.problem.bandwidth if each is None else most * each
 
-    def seconds(self, plan: Plan, layers: Layers) -> float:
-        return _at(plan, layers).seconds
-
 
 def _held(plan: Plan, rank: int) -> set[int]:
     """The layers of a rank. Ranks are stage-major: the copies of a stage are neighbours."""
@@ -362,24 +296,21 @@ def _held(plan: Plan, rank: int) -> set[int]:
 
 @final
 class _Meshes(_Remeshed):
-    def candidates(self) -> Iterator[Plan]:
-        """The mesh that saves most after its price. The present mesh takes part, placed anew."""
-        work = self.problem.work
+    def decide(self) -> Decision:
+        """Weighs the mesh that saves most after its price. The present one takes part."""
+        work, ranks = self.problem.work, range(self.size)
         plans = search(self.problem, self.allowed).plans
 
         def net(plan: Plan) -> tuple[float, float]:
-            price = self.arrival(self.now, plan, range(self.size))
+            price = self.arrival(self.now, plan, ranks)
             saved = (self.now.seconds - plan.seconds) * (work.end - work.step)
             return saved - price * self.rules.balance.margin, -price
 
         best = max(plans, key=net)
-        if best.mesh != self.now.mesh:
-            yield best
-
-    def weigh(self, plan: Plan) -> Verdict:
-        ranks = range(self.size)
-        there, back = self.arrival(self.now, plan, ranks), self.arrival(plan, self.now, ranks)
-        return self.compare(plan, self.change(there, back))
+        if best.mesh == self.now.mesh:
+            return Decision(self.now, _NOTHING)
+        there, back = self.arrival(self.now, best, ranks), self.arrival(best, self.now, ranks)
+        return Decision(best, self.compare(best, there, back, lambda plan: plan.seconds))
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -515,7 +446,7 @@ class _Ranks(_Remeshed):
         The whole search runs only if the quick one is too slow, because growing depends on that. It
         also runs if there is no limit, because the reference is this figure then.
         """
-        options, stay = self.options_at(layers), self.seconds(self.now, layers)
+        options, stay = self.options_at(layers), _at(self.now, layers).seconds
         try:
             best = min(stay, options.look(self.size).seconds)
             enough = self.limit * (1 + self.rules.balance.hysteresis)
@@ -569,3 +500,68 @@ def _no_room(error: NoMeshFitsError) -> NoRoomError:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+# -- records of a run ------------------------------------------------------------------------------
+
+DECISIONS = "decisions.jsonl"  # name of the records' file in a run's folder
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """One decision: what was known, and the answer as JSON.
+
+    Attributes:
+        now: The choice with which the run trained.
+    """
+
+    problem: Problem
+    now: Choice
+    rules: Rules
+    readings: Readings
+    answer: dict[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        return self.rules.kind
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing changes."""
+        return not (self.answer["change"] or self.answer["remade"])
+
+    def again(self) -> Decision:
+        """Decides again from what the run had known."""
+        problem = self.problem
+        return decide(problem, evaluate(problem, self.now), self.rules, self.readings)
+
+    def to_text(self) -> str:
+        """Returns the record as one line of JSON without defaults. Floats read back exactly."""
+        data = _RECORD.dump_python(self, mode="json", exclude_defaults=True)
+        return json.dumps(data, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> DecisionRecord:
+        return _RECORD.validate_python(parse_json(text))
+
+
+_RECORD = TypeAdapter(DecisionRecord)
+
+
+def read_records(path: Path) -> Iterator[DecisionRecord]:
+    """Reads the decisions that a run wrote. A torn last line (the run was cut off) is left out."""
+    lines = read_text(path, str(path)).split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                yield DecisionRecord.from_text(line)
+        except ValueError as error:
+            if line.startswith('{"kind":') and '"situation":' in line:
+                raise InputError(
+                    f"{path} is of an earlier version of dynmo, which alone can ask its decisions "
+                    "again; read it with that version"
+                ) from None
+            if number == len(lines):
+                return
+            first = str(error).splitlines()[0]
+            raise InputError(f"{path}, line {number} is no decision of a run: {first}") from None

@@ -29,12 +29,9 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.options import ENDLESS
-from dynmo.plan.problem import Problem
-
-Layers = tuple[LayerCost, ...]
+from dynmo.plan.problem import Layers, Problem
 
 SOON = 5
 """A change is not made if its gain is known to end in fewer steps than this.

@@ -15,12 +15,17 @@ from typing import Literal
 from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
+from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Cost, Partition, accumulation_problem, divisors
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit
 
+Layers = tuple[LayerCost, ...]
 Speeds = tuple[float, ...]
 """Speed of each rank, relative to the middle one's."""
+
+Kind = Literal["placement", "mesh", "ranks"]
+"""What is decided on."""
 
 RecomputeMode = Literal["none", "auto", "all"]
 """The layers that are recomputed: none, those that must be so that everything fits, or all.
@@ -139,7 +144,7 @@ class Problem:
     forecasts: tuple[tuple[Forecast, ...], ...] = ()
 
     @property
-    def layers(self) -> tuple[LayerCost, ...]:
+    def layers(self) -> Layers:
         return self.profile.layers
 
     @property
@@ -191,3 +196,59 @@ class Allowed:
     balancer: str = "exact"
     recompute: RecomputeMode = "none"
     keep: int = 10
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may change, and when it should.
+
+    Attributes:
+        kind: What is decided on.
+        schedules: Schedules that may take the present one's place. Empty: it stays.
+        replicas: The numbers of replicas that another mesh may have.
+        sizes: The samples of a microbatch that it may have. Empty: as now.
+        there: Number of ranks, newcomers included.
+        most: The largest number of ranks that the run has had.
+    """
+
+    kind: Kind = "placement"
+    balance: Balance = field(default_factory=Balance)
+    elastic: Elastic = field(default_factory=Elastic)
+    schedules: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    there: int = 1
+    most: int = 1
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a run has measured beside the costs.
+
+    Attributes:
+        halves: The costs from the earlier and from the later readings alone. Empty if some time has
+            one reading only.
+        doubt: Factor of the usual gain that a move must promise.
+        preempted: Share of the ops' time that other processes take.
+        fixed_seconds: Seconds of a move beyond its layers' way over the links.
+        seconds_per_byte: Seconds of a move per byte, instead of those of the links.
+        pause: Seconds that a change of ranks takes beyond its bytes.
+        scheduled: Costs that the present schedule was made from. None if it knows no costs.
+        scheduled_speeds: Speeds that it was made from.
+        is_measured: Whether `scheduled` was measured.
+        reference: Seconds that a step took at first. None means the best predicted seconds now.
+    """
+
+    halves: tuple[Layers, ...] = ()
+    doubt: float = 1.0
+    preempted: float = 0.0
+    fixed_seconds: float = 0.0
+    seconds_per_byte: float | None = None
+    pause: float = 0.0
+    scheduled: Layers | None = None
+    scheduled_speeds: Speeds | None = None
+    is_measured: bool = False
+    reference: float | None = None

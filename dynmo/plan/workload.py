@@ -40,17 +40,14 @@ from dynmo.errors import InputError, one_line
 from dynmo.files import parse_toml
 from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole, problems_of
 from dynmo.plan.best import plan_on
-from dynmo.plan.decide import Readings, Rules
+from dynmo.plan.decide import DecisionRecord
 from dynmo.plan.evaluate import Plan, evaluate, even_costs, frozen_stages, roomy_caps
 from dynmo.plan.options import Balance
 from dynmo.plan.partition import Partition, moves_between_ranks, uniform
-from dynmo.plan.problem import Allowed, Choice, Mesh, Problem, Work
-from dynmo.plan.records import DecisionRecord
+from dynmo.plan.problem import Allowed, Choice, Layers, Mesh, Problem, Readings, Rules, Work
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, entry, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
-
-Layers = tuple[LayerCost, ...]
 
 # -- the file --------------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@ from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
 from dynmo.files import LineLog, write_whole
 from dynmo.metrics import open_sink
-from dynmo.plan import records
-from dynmo.plan.decide import Kind
-from dynmo.plan.records import DecisionRecord
+from dynmo.plan.decide import DECISIONS, DecisionRecord
+from dynmo.plan.problem import Kind
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class RunLog:
         """
         if self._folder is None:
             return
-        path = self._folder / records.IN_RUN
+        path = self._folder / DECISIONS
         for each in decisions:
             if each.stays and each.kind in self._stayed:
                 continue

@@ -9,12 +9,10 @@ from pydantic import TypeAdapter
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.profile_file import Pair, Profile
 from dynmo.pipeline.gathering import UNKNOWN_LINK, with_all_shares
-from dynmo.plan.decide import Decision, Kind, Readings, Rules
+from dynmo.plan.decide import Decision, DecisionRecord
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Partition
-from dynmo.plan.pays import Layers
-from dynmo.plan.problem import Choice, Mesh, Problem, Work
-from dynmo.plan.records import DecisionRecord
+from dynmo.plan.problem import Choice, Kind, Layers, Mesh, Problem, Readings, Rules, Work
 from dynmo.schedule.bounds import Objective
 
 _LAYERS = TypeAdapter(tuple[LayerCost, ...])

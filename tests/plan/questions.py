@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
-from dynmo.plan.decide import Readings, Rules
+from dynmo.plan.decide import DecisionRecord
 from dynmo.plan.partition import Partition
-from dynmo.plan.problem import Choice, Mesh, Problem, Work
-from dynmo.plan.records import DecisionRecord
+from dynmo.plan.problem import Choice, Mesh, Problem, Readings, Rules, Work
 from dynmo.schedule.bounds import Objective
 
 T = TypeVar("T")

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.plan.best import search
-from dynmo.plan.decide import Decision
+from dynmo.plan.decide import Decision, DecisionRecord
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Allowed, Mesh
-from dynmo.plan.records import DecisionRecord
 from tests.plan.questions import question
 
 REPLICAS = (1, 2, 4, 8)

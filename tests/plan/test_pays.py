@@ -13,8 +13,8 @@ from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.options import LARGEST
-from dynmo.plan.pays import Change, Interval, Layers, Verdict, at, confirm, intervals, pays
-from dynmo.plan.problem import Problem, Work
+from dynmo.plan.pays import Change, Interval, Verdict, at, confirm, intervals, pays
+from dynmo.plan.problem import Layers, Problem, Work
 
 Part = tuple[int, int, float, float]
 
