@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from benchmarks.cost_traces import trace
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
-from dynmo.plan.bisection import chunked, exact, flow_bound, flowing, integer_sums, ties
+from dynmo.plan.bisection import (
+    Chain,
+    chunked,
+    exact,
+    flow_bound,
+    flowing,
+    integer_sums,
+    ties,
+)
 from dynmo.plan.evaluate import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.schedule.automatic.vshape import v_shape
@@ -210,6 +218,22 @@ def test_bottleneck_is_exact_to_the_last_bit():
     # Loads of hours and of nanoseconds alike.
     for unit in (1e9, 1e-9):
         assert exact([3 * unit, unit, unit, unit], 2).counts == (1, 3)
+
+
+def test_each_trial_halves_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = list[float]()
+
+    def counted(chain: Chain, bottleneck: float) -> tuple[bool, float]:
+        trials.append(bottleneck)
+        return probe(chain, bottleneck)
+
+    probe = Chain.probe
+    monkeypatch.setattr(Chain, "probe", counted)
+    draw = random.Random(0)
+    weights, sizes = [draw.random() for _ in range(300)], [draw.randint(1, 9) for _ in range(300)]
+    links = [LinkCost(0.0, draw.uniform(1, 5)) for _ in range(49)]
+    exact(weights, 50, links=links, output_bytes=sizes)
+    assert 5 < len(trials) < 30
 
 
 @pytest.mark.parametrize("make", [uniform, lambda layers, ranks: exact([1.0] * layers, ranks)])

@@ -387,7 +387,8 @@ def test_several_stages_per_rank_are_close_to_optimal() -> None:
         assert all(own <= need for own, need in zip(held, plan.memory, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+# No other start is the one that knows links here.
+@pytest.mark.parametrize("seed", [3, 5, 6])
 def test_start_that_knows_links_is_never_beaten(seed: int) -> None:
     """The result is no slower than the placement that counts link times as stage time."""
     draw = random.Random(seed)

@@ -246,6 +246,12 @@ def test_search_stops_at_its_step_budget() -> None:
     assert budget <= replayed <= budget + 5 * 3 * p * m
 
 
+def test_effort_is_how_often_a_rank_is_looked_at() -> None:
+    case = make_case(uniform_costs(1, 1, 1, 1), 5, range(1), [9.0], 0, Objective.SPAN)
+    _, spent, _ = search(case, 0.0, 1, np.array([[[5], [0], [2], [99]]]), np.array([5]))
+    assert spent == 3 * 5  # a rank that is alone never waits
+
+
 def test_compilation_works_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
