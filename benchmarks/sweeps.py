@@ -42,9 +42,8 @@ from benchmarks.output import (
 )
 from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
-from dynmo.schedule.bounds import Objective
+from dynmo.schedule.bounds import lower_bound
 from dynmo.schedule.catalogue import chunks_of, make, stage_ranks_of
-from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
 
@@ -131,7 +130,7 @@ def simulated(side: Side, setting: Setting, m: int, chunks: int | None = None) -
     )
     peak = max(timeline.peak_memory)
     limit = peak if side.limit is None else side.limit * p
-    bound = lower_bound_on(schedule.stage_ranks, costs, m, 0, Objective.SPAN, [limit] * p)
+    bound = lower_bound(costs, m, caps=[limit] * p, stage_ranks=schedule.stage_ranks)
     work = m * (setting.f + setting.b + setting.w)
     return {
         "span": timeline.span,

@@ -17,8 +17,8 @@ from dynmo.cli.plot import check_plot, save_plot
 from dynmo.cli.schedule_options import ScheduleOptions
 from dynmo.cli.schedule_request import ScheduleRequest, request_of
 from dynmo.errors import InputError, ScheduleError
+from dynmo.schedule.bounds import lower_bound
 from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
-from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Kind, Schedule, to_text
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
@@ -74,13 +74,13 @@ def _result(
         raise InputError(
             "the times are so large that their sum is not a number any more; choose a larger unit"
         )
-    bound = lower_bound_on(
-        request.stage_ranks,
+    bound = lower_bound(
         request.costs,
         request.microbatches,
         request.first_trainable,
         request.objective,
         request.caps,
+        request.stage_ranks,
     )
     bound = bound if proof is None else max(bound, proof.bound)
     # The bound is summed in another order than the time that reaches it. It may therefore come out

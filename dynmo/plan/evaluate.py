@@ -43,9 +43,8 @@ from dynmo.plan.bisection import rank_speeds
 from dynmo.plan.partition import Move, Partition, imbalance, moves_between_ranks, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.plan.recompute import with_recompute
-from dynmo.schedule.bounds import Objective
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import entry, make, stage_ranks_of
-from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.memory import bare, rank_limits, rank_memory, reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 from dynmo.schedule.simulator import Span, Timeline, peak_memory, simulate
@@ -281,13 +280,13 @@ class Plan:
     @cached_property
     def lower_bound(self) -> float:
         """Seconds of a step that no schedule of this placement can beat."""
-        bound = lower_bound_on(
-            self.stage_ranks,
+        bound = lower_bound(
             with_unit_memory(self.costs),
             self.mesh.microbatches,
             self.schedule.first_trainable,
             self.problem.work.objective,
             None if self.replica.limits is None else self.caps,
+            self.stage_ranks,
         )
         # The bound is summed in another order. If it is reached, it may therefore be a rounding
         # error above the time that reached it.

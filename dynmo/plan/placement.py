@@ -33,9 +33,8 @@ from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, enough, uniform, weigh
 from dynmo.plan.problem import Choice, Mesh, Problem, RecomputeMode
 from dynmo.plan.recompute import choose_recomputed, with_recompute
-from dynmo.schedule.bounds import Objective
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.graph import Floats
 from dynmo.schedule.memory import MemoryLimits, Pairs
 from dynmo.schedule.op import Schedule
@@ -377,9 +376,8 @@ class _Search:
         replica, partition = self.replica, Partition.from_bounds(bounds)
         work, costs = replica.problem.work, replica.costs(self.layers, partition)
         first = min(partition.owner(replica.problem.profile.first_trainable), self.stages - 1)
-        return lower_bound_on(
-            self.stage_ranks, costs, replica.mesh.microbatches, first, work.objective
-        )
+        m, ranks = replica.mesh.microbatches, self.stage_ranks
+        return lower_bound(costs, m, first, work.objective, stage_ranks=ranks)
 
     def better(self, best: Plan, bounds: Bounds) -> Plan:
         hopeless = not best.beyond and self.least(bounds) > best.step * (1 + _SAME)

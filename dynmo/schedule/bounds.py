@@ -1,7 +1,7 @@
 """Lower bounds on the time of any schedule at given costs.
 
-No order of the ops can beat them. There is one stage per rank, and ops run as soon as their order
-lets them. Rank r has m microbatches, its own times F, B and W, and links c:
+No order of the ops can beat them. Ops run as soon as their order lets them. The first bound is for
+one stage per rank. Rank r has m microbatches, its own times F, B and W, and links c:
 
     lead    from the start of the step until F of any microbatch can reach r:
             sum over s < r of F_s + c_s
@@ -49,6 +49,17 @@ Ways. After the end of the last F the microbatch still goes out to the last rank
 rank s, which then runs its W. After the end of the last B it goes back to any rank s < r and its W.
 Rank s ends no sooner, and neither does the step. The makespan counts its end, the span its
 end - lead.
+
+Several stages per rank. S are the stages of rank r, `low` is the first of them and `high` the last
+in model order. Memory is not considered:
+
+    | F's of S only, at least    first B,  | B's, and   | last B | W's only,               |
+    | F .. B of one microbatch   on `high` | F's, W's   |        | the way back to q, W_q  |
+
+Before its first B a rank can run F's only. In that time the first microbatch must pass from F(low)
+out to the last stage and back to B(high). After its last B a rank can run W's only. For the
+makespan the gradient must still get from `low` to every stage before it, which then has its W. All
+B's lie in between, with every F and W that ran in neither part.
 """
 
 from __future__ import annotations
@@ -56,7 +67,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -79,50 +90,68 @@ def lower_bound(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
+    stage_ranks: Sequence[int] | None = None,
 ) -> float:
-    """Bound the time of any schedule of one stage per rank within the caps.
-
-    The bound is exact for one microbatch. It is also exact for m <= p with equal times, W <= F and
-    no links, and for ZB-1p with equal times and m >= 2p - 1.
+    """Bound the time of any schedule at these costs.
 
     Args:
         costs: Costs of each stage.
         microbatches: Microbatches of a step.
         first_trainable: The stages before this one run F only.
         objective: Whether the span or the makespan counts.
-        caps: Most live memory of each stage, in the costs' unit. None means unlimited.
+        caps: Most live memory of each rank, in the costs' unit. None means unlimited. They count
+            only if every rank has one stage.
+        stage_ranks: Rank of each stage. None means that stage s is on rank s.
     """
-    stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
+    m, last, whole = microbatches, len(costs.stages) - 1, objective is Objective.MAKESPAN
+    holders = range(last + 1) if stage_ranks is None else stage_ranks
+    ranks = max(holders) + 1
+    # Nothing travels between two stages of one rank.
+    pairs = zip(costs.links, pairwise(holders), strict=True)
+    links = [0.0 if here == there else link for link, (here, there) in pairs]
+    f = [stage.f for stage in costs.stages]
+    b = [stage.b * (s >= first_trainable) for s, stage in enumerate(costs.stages)]
+    w = [stage.w * (s >= first_trainable) for s, stage in enumerate(costs.stages)]
     # The way of one microbatch, in parts:
     # lead[s] lasts from its start to the start of F(s),
     # out[s] from the end of F(s) to the end of the last stage's F,
     # back[s] from there to the end of B(s).
-    lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
-    out = list(
-        accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0)
-    )[::-1]
-    back = list(
-        accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b)
-    )[::-1]
-
-    # since[s]: the time from which the time of rank s counts.
-    since = lead if objective is Objective.SPAN else [0.0] * (last + 1)
+    steps = range(last)
+    lead = [*accumulate((f[s] + links[s] for s in steps), initial=0.0)]
+    out = [*accumulate((links[s] + f[s + 1] for s in reversed(steps)), initial=0.0)][::-1]
+    back = [*accumulate((links[s] + b[s] for s in reversed(steps)), initial=b[last])][::-1]
+    bounds: list[float] = []
+    if ranks <= last:
+        for rank in range(ranks):
+            own = [s for s, holder in enumerate(holders) if holder == rank]
+            trained = [s for s in own if s >= first_trainable]
+            start, drain = lead[own[0]], 0.0
+            forward, backward, weight = (m * sum(times[s] for s in own) for times in (f, b, w))
+            if trained:
+                low, high = trained[0], trained[-1]
+                forward = max(forward, lead[-1] + f[-1] + back[high] - b[high] - start)
+                ways = (back[q] - back[low] + w[q] for q in range(first_trainable, low))
+                drain = max(ways, default=0.0) * whole
+            bounds.append(start * whole + forward + backward + max(weight, drain))
+        return max(bounds)
+    # since[s]: the time from which the time of the rank of stage s counts.
+    since = [0.0] * (last + 1) if whole else lead
     # finish: from the end of the last F on the last rank to the end of the last microbatch's W on
     # a rank that trains. Each entry is the largest so far.
     trained = range(first_trainable, last + 1)
-    finish = list(accumulate((back[s] + stages[s].w - since[s] for s in trained), max))
-    bounds: list[float] = []
-    for r, cost in enumerate(stages):
-        if r < first_trainable:
-            ended = lead[r] + m * cost.f
-            bounds += (ended - since[r], ended + out[r] + finish[-1])
+    finish = [*accumulate((back[s] + w[s] - since[s] for s in trained), max)]
+    for s, cost in enumerate(costs.stages):
+        if s < first_trainable:
+            ended = lead[s] + m * cost.f
+            bounds += (ended - since[s], ended + out[s] + finish[-1])
             continue
-        trip = out[r] + back[r] - cost.b
-        forward, backward, weight = _ends(cost, m, trip, math.inf if caps is None else caps[r])
-        bounds.append(lead[r] + weight - since[r])
-        bounds.append(lead[r] + forward + out[r] + finish[-1])
-        bounds.append(lead[r] + backward - back[r] + finish[r - first_trainable])
-    return max(bounds, default=math.nan)
+        trip = out[s] + back[s] - cost.b
+        cap = math.inf if caps is None else caps[holders[s]]
+        forward, backward, weight = _ends(cost, m, trip, cap)
+        bounds.append(lead[s] + weight - since[s])
+        bounds.append(lead[s] + forward + out[s] + finish[-1])
+        bounds.append(lead[s] + backward - back[s] + finish[s - first_trainable])
+    return max(bounds)
 
 
 def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, float, float]:

@@ -20,11 +20,17 @@ part of a rank's activation, so they are p + (p - 1) / v whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule
+
+if TYPE_CHECKING:
+    from dynmo.schedule.graph import Ints
 
 
 def check_numbers(
@@ -68,30 +74,34 @@ def by_hand(
         chunks: Stages per rank.
         first_trainable: The stages before this one run F only.
     """
-    stages, turns = ranks * chunks, microbatches * chunks
+    stages = ranks * chunks
     check_numbers(name, ranks, microbatches, stages, first_trainable)
-    held_back = warmup(ranks, microbatches, chunks, first_trainable % ranks)
-
-    def op(kind: Kind, rank: int, turn: int) -> Op:
-        """Return the op that a rank runs as its `turn`-th of a kind."""
-        group, step_in_group = divmod(turn, stages)
-        chunk, place = divmod(step_in_group, ranks)
-        chunk = chunk if kind is Kind.F else chunks - 1 - chunk
-        return Op(kind, chunk * ranks + rank, group * ranks + place)
-
+    ahead = [warmup(ranks, microbatches, chunks, rank) for rank in range(ranks)]
+    held = [ahead[first_trainable % ranks] - own for own in ahead]
+    kinds = (Kind.F, Kind.B, Kind.W) if splits else (Kind.F, Kind.BW)
+    orders: list[list[int]] = in_turn(microbatches * chunks, ahead, held).tolist()
     rows: list[tuple[Op, ...]] = []
-    for rank in range(ranks):
-        ahead, weights = warmup(ranks, microbatches, chunks, rank), 0
-        row = [op(Kind.F, rank, turn) for turn in range(min(ahead, turns))]
-        for turn in range(turns):
-            if ahead + turn < turns:
-                row.append(op(Kind.F, rank, ahead + turn))
-            row.append(op(Kind.B if splits else Kind.BW, rank, turn))
-            if splits and ahead + turn >= held_back:
-                row.append(op(Kind.W, rank, weights))
-                weights += 1
-        if splits:
-            row += [op(Kind.W, rank, turn) for turn in range(weights, turns)]
-        rows.append(tuple(x for x in row if x.kind is Kind.F or x.stage >= first_trainable))
+    for rank, row in enumerate(orders):
+        ops, turns = list[Op](), [iter(range(stages * microbatches)) for _ in kinds]
+        for which in row:
+            if which == len(kinds):  # a W, which BW has in it
+                continue
+            group, step_in_group = divmod(next(turns[which]), stages)
+            chunk, place = divmod(step_in_group, ranks)
+            stage = (chunks - 1 - chunk if which else chunk) * ranks + rank
+            if not which or stage >= first_trainable:
+                ops.append(Op(kinds[which], stage, group * ranks + place))
+        rows.append(tuple(ops))
     stage_ranks = tuple(range(ranks)) * chunks
     return Schedule(name, microbatches, stage_ranks, tuple(rows), first_trainable)
+
+
+def in_turn(turns: int, ahead: Sequence[int] | Ints, held: Sequence[int] | Ints) -> Ints:
+    """Lays down each rank's order of F's, B's and W's: 0, 1 and 2, [ranks, 3 * turns].
+
+    A rank begins with `ahead` F's. Then an F, a B and a W follow each other. A W comes `held` turns
+    after its B.
+    """
+    begin = np.stack([-np.asarray(ahead), np.zeros_like(ahead), np.maximum(held, 0)], axis=1)
+    places = 3 * (begin[:, :, None] + np.arange(turns)) + np.arange(3)[:, None]
+    return np.argsort(places.reshape(len(begin), -1), axis=1) // turns

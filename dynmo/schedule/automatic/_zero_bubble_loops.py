@@ -227,33 +227,6 @@ def _move(lanes, source, target):
     lanes[target] = lane
 
 
-@inner
-def _by_hand(case, k, held_back, run):
-    """Write ZB-H1 (k = 1), ZB-H2 (k = 2), or without `held_back` 1F1B with B and W apart.
-
-    Returns whether the order fits the caps.
-    """
-    m, frozen, p = case.m, case.frozen, len(case.cap)
-    for r in range(p):
-        nf = nb = nw = 0
-        for q in range(run.first[r], run.first[r + 1]):
-            lane = p + r
-            back = held_back and k * (p - 1 - r) + nb - 1 < k * (p - 1 - frozen) + nw
-            if r < frozen:
-                lane = r
-            elif nb == m or (nb > nw and not back):
-                lane = 2 * p + r
-            elif nf < m and nf - nb <= k * (p - 1 - r):
-                lane = r
-            nf += lane == r
-            nb += lane == p + r
-            nw += lane == 2 * p + r
-            if r >= frozen and (nf - nb) * case.hold[r] + (nb - nw) * case.stash[r] > case.cap[r]:
-                return False
-            run.lanes[q] = lane
-    return True
-
-
 @inlined
 def _places(case, run, source, low, high, slack, targets):
     """Write the places where op `source` of the block low..high may go to `targets`.
@@ -346,13 +319,13 @@ def polish(
     goal: float,
     budget: int,
     first: Ints,
-    lanes: Ints,
+    orders: Ints,
 ) -> tuple[float, int]:
-    """Improve an order by a tabu search that moves ops of a longest way on their rank.
+    """Improve the best order by a tabu search that moves ops of a longest way on their rank.
 
-    The result is no worse than the schedules that are made by hand, if those fit. Returns its time
-    and the effort.
+    The result is written into orders[0]. Returns its time and the effort.
     """
+    lanes = orders[0]
     total, p, m = len(lanes), len(lead), case.m
     numbers = np.empty((3, total), np.int64)
     times = np.empty((5, total))
@@ -373,13 +346,13 @@ def polish(
         np.empty((3, _FAR + 1 + 3 * m)),
     )
     tabu, best, spent = np.zeros((3 * p, m), np.int64), NEVER, 0
-    for hand in range(-1, 3):
-        if hand < 0 or _by_hand(case, max(1, hand), hand > 0, run):
-            spent += total
-            time = _replay(case, ways, lead, run, p)
-            if time < best:
-                best = time
-                _copy(lanes, run.lanes)
+    for each in range(len(orders)):
+        _copy(run.lanes, orders[each])
+        spent += total
+        time = _replay(case, ways, lead, run, p)
+        if time < best:
+            best = time
+            _copy(lanes, run.lanes)
     _copy(run.lanes, lanes)
     now = _replay(case, ways, lead, run, p)
     state, turn, slack = np.uint64(_SEED), 0, 1e-9 * now

@@ -6,9 +6,10 @@ so a row of lanes tells the ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,10 +113,6 @@ def make_case(
     )
 
 
-# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand ops.
-_new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
-
-
 Lanes = NDArray[np.int32]
 """The ops of each rank, by their lanes."""
 
@@ -127,16 +124,17 @@ def microbatches_of(lanes: Ints | Lanes, m: int) -> Ints:
     return index
 
 
+# A plan of 64 ranks and 512 microbatches asks for a hundred thousand ops, many times.
+@lru_cache(maxsize=4)
+def _ops(stages: int, m: int) -> list[Op]:
+    return [Op(*each) for each in product((Kind.F, Kind.B, Kind.W), range(stages), range(m))]
+
+
 def schedule_of(name: str, case: Case, order: Lanes) -> Schedule:
     """Turn the lanes of each rank into a schedule. A row's rest is not used."""
-    n, kinds = len(case.rank_of), tuple(Kind)
-    rows: list[tuple[Op, ...]] = []
+    m, ops, rows = case.m, _ops(len(case.rank_of), case.m), list[tuple[Op, ...]]()
     for rank in range(len(case.cap)):
-        own = case.held[case.first[rank] : case.first[rank + 1]].tolist()
-        row = order[rank, : case.m * sum(3 if stage >= case.frozen else 1 for stage in own)]
-        of_kind = [kinds[kind] for kind in cast("list[int]", (row // n).tolist())]
-        numbers = zip(
-            of_kind, (row % n).tolist(), microbatches_of(row, case.m).tolist(), strict=True
-        )
-        rows.append(tuple(map(_new_op, numbers)))
-    return Schedule(name, case.m, tuple(case.rank_of.tolist()), tuple(rows), case.frozen)
+        own = case.held[case.first[rank] : case.first[rank + 1]]
+        row = order[rank, : m * int(np.where(own < case.frozen, 1, 3).sum())].astype(np.int64)
+        rows.append(tuple(map(ops.__getitem__, (row * m + microbatches_of(row, m)).tolist())))
+    return Schedule(name, m, tuple(case.rank_of.tolist()), tuple(rows), case.frozen)

@@ -28,8 +28,7 @@ import numpy as np
 
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError, not_installed
-from dynmo.schedule.bounds import Objective
-from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.graph import delays
 from dynmo.schedule.op import Kind, Op, Schedule, validate
 from dynmo.schedule.simulator import lane_changes, lane_times, peak_memory, simulate
@@ -84,7 +83,7 @@ def exact(
     and links. A rank's own span leaves out its lead, and that lead is in every chain that gets
     there. A bound proven for the rounded times therefore holds for the true ones. It is less than
     the true times would give by at most a tick, 1e-7 of the length, for each op and link of a
-    chain. The larger of this bound and `lower_bound_on` is returned. A schedule's own length is
+    chain. The larger of this bound and `lower_bound` is returned. A schedule's own length is
     always simulated with the true costs.
 
     Args:
@@ -102,8 +101,8 @@ def exact(
     began = time.perf_counter()
     _check(start, costs, caps)
     best, length = start, simulate(start, costs).length(objective)
-    bound = lower_bound_on(
-        start.stage_ranks, costs, start.microbatches, start.first_trainable, objective, caps
+    bound = lower_bound(
+        costs, start.microbatches, start.first_trainable, objective, caps, start.stage_ranks
     )
     apart = _split(start)
     # About (3m)^2 / 6 pairs of one stage's 3m ops are open.

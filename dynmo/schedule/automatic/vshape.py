@@ -73,8 +73,7 @@ from dynmo.schedule.automatic.case import (
     microbatches_of,
     schedule_of,
 )
-from dynmo.schedule.bounds import Objective
-from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import check_numbers, v_stage_ranks
 from dynmo.schedule.graph import order_lanes, run_back
 from dynmo.schedule.op import Schedule
@@ -163,8 +162,8 @@ def v_shape(
         if blocks.time < best:
             best, order = blocks.time, blocks.ops
     if name == "v-auto":
-        goal = lower_bound_on(stage_ranks, costs, m, first_trainable, objective) * (1 + 1e-12)
-        order = _improve(case, goal, best, order)
+        goal = lower_bound(costs, m, first_trainable, objective, stage_ranks=stage_ranks)
+        order = _improve(case, goal * (1 + 1e-12), best, order)
     return schedule_of(name, case, order)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ from dynmo.schedule.automatic._list_loops import (
 from dynmo.schedule.automatic._zero_bubble_loops import UNLIMITED, polish, search
 from dynmo.schedule.automatic.case import ROUNDING, Case, make_case, schedule_of
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import check_numbers
+from dynmo.schedule.generators import check_numbers, in_turn
 from dynmo.schedule.graph import Ints, first_of
 from dynmo.schedule.op import Schedule
 
@@ -130,9 +131,14 @@ def automatic(
         lead = np.concatenate([[0.0], way]) * (not case.whole)
         lengths = np.where(np.arange(p) < first_trainable, m, 3 * m)
         used = np.arange(3 * m) < lengths[:, None]
-        lanes = order[used].astype(np.int64)
-        polish(case, case.delay[None], lead, goal, polish_budget, first_of(lengths.tolist()), lanes)
-        order[used] = lanes
+        orders = [order[used].astype(np.int64)]
+        for lanes, inside, stashed in _by_hand(p, m, first_trainable):
+            over = inside * case.hold + stashed * case.stash > case.cap
+            if not over[:, first_trainable:].any():
+                orders.append(lanes[used])
+        tries, first = np.stack(orders), first_of(lengths.tolist())
+        polish(case, case.delay[None], lead, goal, polish_budget, first, tries)
+        order[used] = tries[0]
     return schedule_of(NAME, case, order)
 
 
@@ -157,6 +163,21 @@ def _policies(case: Case) -> tuple[Ints, Ints]:
         policy[WARM] = np.clip(share if style == SHARE_OF_WAY else by_hand, 1, room)
         policy[[WAIT, PREFER, SAVE]] = np.array(rest)[:, None]
     return policies, room
+
+
+@lru_cache(maxsize=32)
+def _by_hand(p: int, m: int, frozen: int) -> list[tuple[Ints, Ints, Ints]]:
+    """Returns 1F1B with B and W apart, ZB-H1 and ZB-H2.
+
+    They are the lanes of the ranks and, after each op, the microbatches between F and B and between
+    B and W.
+    """
+    orders, rank = list[tuple[Ints, Ints, Ints]](), np.arange(p)
+    for size, holds in ((1, 0), (1, 1), (2, 1)):
+        kinds = in_turn(m, size * (p - 1 - rank), holds * size * (rank - frozen))
+        nf, nb, nw = ((kinds == kind).cumsum(axis=1).T for kind in range(3))
+        orders.append((kinds * p + rank[:, None], nf - nb, nb - nw))
+    return orders
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
-from dynmo.schedule.bounds import Objective
-from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import from_text, to_text, validate
@@ -78,7 +77,7 @@ def test_any_schedule_is_valid_and_within_memory(
     for rank, peak in enumerate(timeline.peak_memory):
         cap = most(name, p) * takes(costs, rank, first_trainable)
         assert peak <= cap * (1 + 1e-9) + 1e-9
-    least = lower_bound_on(schedule.stage_ranks, costs, m, first_trainable, objective)
+    least = lower_bound(costs, m, first_trainable, objective, stage_ranks=schedule.stage_ranks)
     assert timeline.length(objective) >= least * (1 - 1e-9)
 
 
@@ -191,7 +190,7 @@ def test_v_auto_takes_any_costs_within_any_memory(data: st.DataObject) -> None:
     for peak, cap in zip(timeline.peak_memory, caps, strict=True):
         assert peak <= cap * (1 + 1e-6) + 1e-9
     length = timeline.length(objective)
-    least = lower_bound_on(v_stage_ranks(ranks), costs, m, frozen, objective)
+    least = lower_bound(costs, m, frozen, objective, stage_ranks=v_stage_ranks(ranks))
     assert least <= length * (1 + 1e-9)
     # zb-v keeps to p activations besides. Its search is one of two that v-auto compares.
     blocks = v_shape("zb-v", costs, m, caps=caps, first_trainable=frozen, objective=objective)

@@ -242,7 +242,7 @@ def test_search_stops_at_its_step_budget() -> None:
     _, spent, order = search(case, 0.0, budget, starts, np.full(p, m))
     assert budget <= spent <= budget + 5 * 3 * p * m
     lanes, first = order.ravel().astype(np.int64), first_of([3 * m] * p)
-    _, replayed = polish(case, case.delay[None], np.zeros(p), 0.0, budget, first, lanes)
+    _, replayed = polish(case, case.delay[None], np.zeros(p), 0.0, budget, first, lanes[None])
     assert budget <= replayed <= budget + 5 * 3 * p * m
 
 
