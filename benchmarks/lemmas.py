@@ -69,8 +69,8 @@ def lemma_2(cases: int) -> list[dict[str, Any]]:
             start = uniform(layers, ranks) if even else Partition.from_bounds([0, *cuts, layers])
             diffusion = diffuse(weights, start)
             least = max(stage_loads(weights, exact(weights, ranks)))
-            rounds.append(diffusion.rounds)
-            over.append(max(stage_loads(weights, diffusion.partition)) / least - 1)
+            rounds.append(len(diffusion) - 1)
+            over.append(max(stage_loads(weights, diffusion[-1])) / least - 1)
             broken.append(_is_broken(weights, start))
         rows.append(
             {

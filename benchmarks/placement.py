@@ -223,8 +223,8 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
                 else Partition.from_bounds([0, *cuts, layers]),
             )
             best = max(stage_loads(weights, exact(weights, ranks)))
-            largest = max(stage_loads(weights, diffusion.partition))
-            rounds.append(diffusion.rounds)
+            largest = max(stage_loads(weights, diffusion[-1]))
+            rounds.append(len(diffusion) - 1)
             distance.append((largest - best) / max(weights))
             share.append(largest / best - 1)
         distance.sort()

@@ -84,7 +84,7 @@ def diffused(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partitio
     """Lets the layers diffuse at every moment, from the placement before."""
     out = [uniform(len(moments[0]), ranks)]
     for layers in moments:
-        out.append(diffuse(weigh(layers, cost), out[-1]).partition)
+        out.append(diffuse(weigh(layers, cost), out[-1])[-1])
     return out[1:]
 
 

@@ -32,7 +32,8 @@ from itertools import accumulate, pairwise
 
 from dynmo.cli.placement_formats import blocks_of
 from dynmo.errors import PartitionError
-from dynmo.plan.balancers import Balancer, weight_sums
+from dynmo.plan.balancers import Balancer
+from dynmo.plan.bisection import integer_sums
 from dynmo.plan.evaluate import Plan
 from dynmo.plan.partition import Cost, Move, Partition, weigh
 from dynmo.plan.problem import Problem
@@ -219,7 +220,12 @@ def published_diffusion(
         PartitionError: The weights are for another number of layers, or only one of `layer_bytes`
             and `limits` is given.
     """
-    sums = weight_sums(weights, current)
+    if len(weights) != current.layers:
+        raise PartitionError(
+            f"{len(weights)} weights for a placement of {current.layers} layers; "
+            "give one weight per layer"
+        )
+    sums = integer_sums(weights)
     if (layer_bytes is None) != (limits is None):
         raise PartitionError(
             "a memory check needs both layer_bytes and limits; give both or neither"

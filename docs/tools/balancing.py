@@ -68,7 +68,7 @@ def partition(path: Path) -> None:
 
 def diffusion(path: Path) -> None:
     """Draws the loads of the stages and the flows over the boundaries, round by round."""
-    shown = diffuse(SLOPE, START).placements
+    shown = diffuse(SLOPE, START)
     mean = len(SLOPE) / START.stages
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
     for turn, placement in enumerate(shown):

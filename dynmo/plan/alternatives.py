@@ -160,7 +160,7 @@ def plan_or_suggest(problem: Problem, mesh: Mesh, allowed: Allowed) -> Plan:
             raise
     # Errors that have nothing to do with memory are raised as they are.
     free = plan_on(replace(problem, memory_limit=None), mesh, allowed)
-    limits = plan_limits(problem, mesh)
+    limits = rank_limits(problem.memory_limit, mesh.pipeline) or ()
     over = max(range(mesh.pipeline), key=lambda rank: free.memory[rank] - limits[rank])
     if free.memory[over] > limits[over]:
         where = (
@@ -174,12 +174,6 @@ def plan_or_suggest(problem: Problem, mesh: Mesh, allowed: Allowed) -> Plan:
             f"{' or '.join(map(str, dict.fromkeys(limits)))} bytes with {mesh.schedule}"
         )
     raise PartitionError(f"{where}; {_suggestion(problem, free, allowed)}")
-
-
-def plan_limits(problem: Problem, mesh: Mesh) -> tuple[int, ...]:
-    limits = rank_limits(problem.memory_limit, mesh.pipeline)
-    assert limits is not None
-    return limits
 
 
 def _layers_of(plan: Plan, rank: int) -> str:
@@ -274,23 +268,15 @@ class RankOptions:
                 self._bounds[ranks] = math.inf
         return self._bounds[ranks]
 
-    def look(self, ranks: int) -> Plan:
-        """The result of a quick search for so many ranks."""
-        return self._search(ranks, quick=True)
-
-    def plan(self, ranks: int) -> Plan:
-        """The fastest mesh of so many ranks."""
-        return self._search(ranks, self._quick)
-
-    def _search(self, ranks: int, quick: bool) -> Plan:
-        key = ranks, quick
+    def plan(self, ranks: int, quick: bool = False) -> Plan:
+        """The fastest mesh of so many ranks, or the result of a quick search."""
+        key = ranks, quick or self._quick
         if key not in self._found:
             try:
                 allowed = replace(self._allowed, gpus=ranks)
-                found = search(self.problem, allowed, quick).plans[0]
+                self._found[key] = search(self.problem, allowed, key[1]).plans[0]
             except InputError as error:
-                found = error
-            self._found[key] = found
+                self._found[key] = error
         answer = self._found[key]
         if isinstance(answer, InputError):
             raise answer
@@ -302,7 +288,7 @@ class RankOptions:
             return None
         try:
             known = (ranks, self._quick) in self._found
-            if not known and self.look(ranks).seconds > limit * _QUICK_MISS:
+            if not known and self.plan(ranks, quick=True).seconds > limit * _QUICK_MISS:
                 return None
             plan = self.plan(ranks)
         except InputError:
@@ -311,25 +297,21 @@ class RankOptions:
 
     def fewest(self, counts: Iterable[int], limit: float) -> Plan | None:
         """The first of these numbers of ranks on which a step is fast enough."""
-        plans = (self.find(ranks, limit) for ranks in counts)
-        return next((plan for plan in plans if plan is not None), None)
+        return next(filter(None, (self.find(ranks, limit) for ranks in counts)), None)
 
     def fastest(self, counts: Iterable[int]) -> Plan | None:
         """The number of ranks with the shortest step, the fewest of equally fast ones."""
-        seconds_of = {ranks: self._seconds(ranks) for ranks in counts}
-        best: Plan | None = None
-        for ranks in sorted(seconds_of, key=lambda ranks: (seconds_of[ranks], ranks)):
-            plan = self.find(ranks, math.inf if best is None else best.seconds)
-            if plan is not None and (
-                best is None or (plan.seconds, ranks) < (best.seconds, best.mesh.gpus)
-            ):
-                best = plan
+        best, least = None, (math.inf, 0)
+        for _, ranks in sorted((self._seconds(ranks), ranks) for ranks in counts):
+            plan = self.find(ranks, least[0])
+            if plan is not None and (plan.seconds, ranks) < least:
+                best, least = plan, (plan.seconds, ranks)
         return best
 
     def _seconds(self, ranks: int) -> float:
         """Seconds of a step, by the quick search. Infinite if there is no mesh."""
         try:
-            return self.look(ranks).seconds
+            return self.plan(ranks, quick=True).seconds
         except InputError:
             return math.inf
 

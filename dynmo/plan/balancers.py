@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -20,11 +20,11 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
-from dynmo.plan.bisection import Chain, integer_sums
+from dynmo.plan.bisection import Chain
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.options import BALANCERS, OWN_BALANCER, Elastic
-from dynmo.plan.partition import Move, Partition, moves, uniform, weigh
-from dynmo.plan.pays import Verdict
+from dynmo.plan.partition import Partition, uniform, weigh
+from dynmo.plan.pays import Verdict, gain_of
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.schedule.memory import MemoryLimits
@@ -59,7 +59,7 @@ def _diffusion(problem: Problem, now: Plan) -> Partition:
     if limits is not None:
         own = tuple(limits[rank] for rank in replica.stage_ranks)
         fits = MemoryLimits(layers, resident(now.schedule), own).fits
-    plain = diffuse(weights, now.partition, fits=fits).partition
+    plain = diffuse(weights, now.partition, fits=fits)[-1]
     sizes = [layer.output_bytes for layer in layers]
     slowest = max((link.seconds(max(sizes)) for link in replica.links), default=0.0)
     several = len(replica.stage_ranks) > now.mesh.pipeline
@@ -67,14 +67,10 @@ def _diffusion(problem: Problem, now: Plan) -> Partition:
     if problem.work.cost != "time" or several or not slow:
         return plain
     linked = diffuse(weights, now.partition, fits=fits, links=replica.links, output_bytes=sizes)
-    plans = [_with(now, plain)]
+    plans = [evaluate(problem, replace(now.choice, partition=plain))]
     with suppress(ScheduleError):  # say, the memory holds no such schedule
-        plans.append(_with(now, linked.partition))
+        plans.append(evaluate(problem, replace(now.choice, partition=linked[-1])))
     return min(plans, key=lambda plan: plan.rank).partition
-
-
-def _with(now: Plan, partition: Partition) -> Plan:
-    return evaluate(now.problem, replace(now.choice, partition=partition))
 
 
 _DYNMOS: dict[str, Balancer] = {
@@ -114,6 +110,19 @@ def is_forced(name: str) -> bool:
     )
 
 
+def _checked(who: str, after: object, before: Partition, least: int, words: str) -> Partition:
+    """Checks what the user's function has returned."""
+    if (
+        isinstance(after, Partition)
+        and after.layers == before.layers
+        and least <= after.stages <= before.stages
+    ):
+        return after
+    raise ConfigError(
+        f"{who}: returned {after!r}; return a Partition of all {before.layers} layers on {words}"
+    )
+
+
 @cache
 def _own(name: str) -> Balancer:
     given = find_own("balancer", name)
@@ -128,16 +137,9 @@ def _own(name: str) -> Balancer:
         )
 
     def balance(problem: Problem, now: Plan) -> Partition:
-        partition, layers, stages = given(problem, now), len(now.layers), now.partition.stages
-        if not isinstance(partition, Partition) or (layers, stages) != (
-            partition.layers,
-            partition.stages,
-        ):
-            raise ConfigError(
-                f"balancer {name!r}: returned {partition!r}; return a Partition of all {layers} "
-                f"layers on {stages} stages"
-            )
-        return partition
+        stages = now.partition.stages
+        words = f"{stages} stages"
+        return _checked(f"balancer {name!r}", given(problem, now), now.partition, stages, words)
 
     profile = Profile((LayerCost(1.0, 1.0, 1.0),) * 4, ("0", "1", "2", "3"), microbatch=1)
     trial = Problem(profile)
@@ -157,28 +159,6 @@ def _own(name: str) -> Balancer:
 
 Fits = Callable[[int, int, int], bool]
 """(stage, start, stop) -> do the layers start..stop-1 fit the stage? See `MemoryLimits.fits`."""
-Sending = Callable[[int, int], int]
-"""(stage, stop) -> the time of sending the output of layer stop-1, in units of the sums."""
-
-
-@dataclass(frozen=True)
-class Diffusion:
-    """The result of a diffusion: the placement before the first round, and after each one."""
-
-    placements: tuple[Partition, ...]
-
-    @property
-    def partition(self) -> Partition:
-        return self.placements[-1]
-
-    @property
-    def rounds(self) -> int:
-        return len(self.placements) - 1
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """The layers' crossings of a boundary, in the order made."""
-        return tuple(move for pair in pairwise(self.placements) for move in moves(*pair))
 
 
 def diffuse(
@@ -188,7 +168,7 @@ def diffuse(
     fits: Fits | None = None,
     links: Sequence[LinkCost] | None = None,
     output_bytes: Sequence[int] | None = None,
-) -> Diffusion:
+) -> list[Partition]:
     """Path diffusion: per round at most one layer crosses each boundary, to the neighbouring stage.
 
     A round is accepted when the loads, sorted from the largest, fall lexicographically, and every
@@ -196,52 +176,41 @@ def diffuse(
     ends when neither the flows nor one path between two stages lower the loads further. The result
     is usually within one layer of `exact`, without a guarantee.
 
-    `links` and `output_bytes` count as in `partition.exact`: a stage's load is its work plus the
+    `links` and `output_bytes` count as in `bisection.exact`: a stage's load is its work plus the
     time of sending its output (DynMo, E.1).
+
+    Returns:
+        The placement before the first round, and the one after each round.
     """
-    sums = weight_sums(weights, current)
-    sends = Chain(weights, current.stages, None, None, links, output_bytes).sends
-    sending = _sending(np.rint(sends).astype(np.int64).tolist())
-    placements = [current]
-    while (better := _next_round(sums, sending, placements[-1].bounds, fits)) is not None:
+    chain = Chain(weights, current.stages, None, None, links, output_bytes)
+    shape = current.stages, len(weights) + 1
+    sends = np.broadcast_to(np.rint(chain.sends).astype(np.int64), shape).tolist()
+    sums, placements = chain.sums.tolist(), [current]
+    while better := next(_better(sums, sends, placements[-1].bounds, fits), None):
         placements.append(Partition.from_bounds(better))
-    return Diffusion(tuple(placements))
+    return placements
 
 
-def weight_sums(weights: Sequence[float], current: Partition) -> list[int]:
-    if len(weights) != current.layers:
-        raise PartitionError(
-            f"{len(weights)} weights for a placement of {current.layers} layers; "
-            "give one weight per layer"
-        )
-    return integer_sums(weights)
-
-
-def _sending(units: list[list[int]]) -> Sending:
-    return lambda stage, stop: units[stage][stop] if len(units[stage]) > 1 else 0
-
-
-def _next_round(
-    sums: Sequence[int], sending: Sending, bounds: Sequence[int], fits: Fits | None
-) -> list[int] | None:
-    before = sorted(_loads(sums, sending, bounds), reverse=True)
-    for better in _candidates(sums, sending, bounds):
+def _better(
+    sums: list[int], sends: list[list[int]], bounds: Sequence[int], fits: Fits | None
+) -> Iterator[list[int]]:
+    before = sorted(_loads(sums, sends, bounds), reverse=True)
+    for better in _candidates(sums, sends, bounds):
+        stages = list(enumerate(pairwise(better)))
         if (
-            any(start >= stop for start, stop in pairwise(better))
-            or sorted(_loads(sums, sending, better), reverse=True) >= before
+            all(start < stop for _, (start, stop) in stages)
+            and sorted(_loads(sums, sends, better), reverse=True) < before
+            and all(
+                fits is None or fits(stage, start, stop)
+                for stage, (start, stop) in stages
+                if start < bounds[stage] or stop > bounds[stage + 1]
+            )
         ):
-            continue
-        if fits is None or all(
-            fits(stage, start, stop)
-            for stage, (start, stop) in enumerate(pairwise(better))
-            if start < bounds[stage] or stop > bounds[stage + 1]
-        ):
-            return better
-    return None
+            yield better
 
 
 def _candidates(
-    sums: Sequence[int], sending: Sending, bounds: Sequence[int]
+    sums: list[int], sends: list[list[int]], bounds: Sequence[int]
 ) -> Iterator[list[int]]:
     """Placements to try in a round.
 
@@ -251,11 +220,11 @@ def _candidates(
     trade.
     """
     ranks = len(bounds) - 1
-    load = _loads(sums, sending, bounds)
+    load = _loads(sums, sends, bounds)
     total, sent = sum(load), 0
     shifted = list(bounds)
     for i in range(1, ranks):
-        sent += sending(i - 1, bounds[i])
+        sent += sends[i - 1][bounds[i]]
         # The flow is multiplied by the number of ranks, to stay with integers.
         wanted = i * total - ranks * sent
         shifted[i] = min(
@@ -271,9 +240,9 @@ def _candidates(
                 yield [bound + step * (low < i <= high) for i, bound in enumerate(bounds)]
 
 
-def _loads(sums: Sequence[int], sending: Sending, bounds: Sequence[int]) -> list[int]:
+def _loads(sums: list[int], sends: list[list[int]], bounds: Sequence[int]) -> list[int]:
     return [
-        sums[stop] - sums[start] + sending(stage, stop)
+        sums[stop] - sums[start] + sends[stage][stop]
         for stage, (start, stop) in enumerate(pairwise(bounds))
     ]
 
@@ -296,8 +265,6 @@ def first_fit(before: Partition, sizes: Sequence[float], limit: float, least: in
 
     It stops when `least` ranks are left.
     """
-    if len(sizes) != before.layers:
-        raise PartitionError(f"{len(sizes)} sizes for {before.layers} layers; give one for each")
     counts, rank = list(before.counts), 0
     while rank + 1 < len(counts) and len(counts) > least:
         both, first = counts[rank] + counts[rank + 1], sum(counts[:rank])
@@ -320,17 +287,8 @@ def find_rule(algorithm: str) -> Merge:
     given = find_own("elastic.algorithm", algorithm)
 
     def merge(before: Partition, sizes: Sequence[float], limit: float, least: int) -> Partition:
-        after = given(before, sizes, limit, least)
-        if (
-            not isinstance(after, Partition)
-            or after.layers != before.layers
-            or after.stages > before.stages
-        ):
-            raise ConfigError(
-                f"elastic.algorithm {algorithm!r}: returned {after!r}; return a Partition of all "
-                f"{before.layers} layers on at most {before.stages} ranks"
-            )
-        return after
+        after, words = given(before, sizes, limit, least), f"at most {before.stages} ranks"
+        return _checked(f"elastic.algorithm {algorithm!r}", after, before, 1, words)
 
     with suppress(PartitionError):  # it has no placement of these layers
         merge(Partition((1,) * 4), (1.0,) * 4, 3.0, 1)
@@ -359,5 +317,5 @@ def merge(now: Plan, elastic: Elastic) -> tuple[Plan, Verdict]:
             f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over "
             f"{limit}"
         )
-    gain = 1 - plan.seconds / now.seconds if now.seconds else 0.0
-    return plan, Verdict(True, gain, f"{algorithm}: {mesh.gpus} of {before} ranks by memory")
+    gain, reason = gain_of(now.seconds, plan.seconds), f"{mesh.gpus} of {before} ranks by memory"
+    return plan, Verdict(True, gain, f"{algorithm}: {reason}")

@@ -53,7 +53,7 @@ from dynmo.plan.balancers import balancer, is_forced, merge
 from dynmo.plan.best import NoMeshFitsError, handicap, search
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import kept_ranks, moves_between_ranks, uniform
-from dynmo.plan.pays import Change, Verdict, at, confirm, intervals, pays
+from dynmo.plan.pays import Change, Verdict, at, confirm, gain_of, intervals, pays
 from dynmo.plan.problem import Allowed, Choice, Kind, Layers, Problem, Readings, Rules
 from dynmo.schedule.catalogue import SHAPES, entry
 from dynmo.schedule.memory import least_limit
@@ -128,7 +128,7 @@ def _remade(plan: Plan, rules: Rules, readings: Readings) -> float | None:
     known = replace(problem, profile=profile, speeds=readings.scheduled_speeds)
     schedule = Replica(known, plan.mesh).schedule_on(plan.partition)
     before = simulate(schedule, plan.costs).length(problem.work.objective)
-    gain = 1 - plan.step / before if before else 0.0
+    gain = gain_of(before, plan.step)
     if readings.is_measured and gain <= rules.balance.hysteresis / 4:
         return None
     return max(0.0, gain)
@@ -222,7 +222,7 @@ class _Placements(_Question):
     def weigh(self, plan: Plan, forced: bool) -> Verdict:
         price = self.on_the_way(plan) + self.readings.fixed_seconds
         if forced and plan.mesh == self.now.mesh:
-            gain = 1 - plan.step / self.now.step if self.now.step else 0.0
+            gain = gain_of(self.now.step, plan.step)
             return Verdict(True, gain, f"{self.rules.balance.balancer}: forced", price=price)
         return self.compare(plan, price, price, lambda plan: plan.step)
 
@@ -256,15 +256,9 @@ class _Remeshed(_Question):
         if same != problem:
             problem, now = same, evaluate(same, now.choice)
         super().__init__(problem, now, rules, readings)
-        mesh = now.mesh
-        self.size = mesh.gpus
-        self.allowed = Allowed(
-            mesh.gpus,
-            mesh.global_batch,
-            rules.sizes or (mesh.micro_batch,),
-            (mesh.schedule,),
-            rules.replicas,
-        )
+        mesh, self.size = now.mesh, now.mesh.gpus
+        sizes, names = rules.sizes or (mesh.micro_batch,), (mesh.schedule,)
+        self.allowed = Allowed(self.size, mesh.global_batch, sizes, names, rules.replicas)
 
     def arrival(self, old: Plan, new: Plan, origins: Sequence[int | None]) -> float:
         """Returns the seconds until the rank that must get most bytes has them.
@@ -325,7 +319,6 @@ class _Ranks(_Remeshed):
         self.known: dict[Layers, RankOptions] = {}
         self.least = self.most = self.size
         self.limit = math.inf
-        self.options = self.options_at(self.problem.layers)
         self.best_now = 0.0
 
     def decide(self) -> Decision:
@@ -362,11 +355,11 @@ class _Ranks(_Remeshed):
         if stay:
             return self.now, Verdict(False, 0.0, stay)
         try:
-            plan = self.options.plan(target)
+            plan = self.options_at(self.problem.layers).plan(target)
         except NoMeshFitsError as error:
             raise _no_room(error) from None
         reason = f"the target is {_ranks(target)}; {self.compared(plan)}"
-        return plan, Verdict(True, self.gain(plan), reason)
+        return plan, Verdict(True, gain_of(self.now.seconds, plan.seconds), reason)
 
     def confirmed(self) -> tuple[Plan, Verdict]:
         """Chooses. Both halves of the readings must support a change."""
@@ -378,7 +371,7 @@ class _Ranks(_Remeshed):
             problem = replace(at(self.problem, layers), forecasts=())
             half = _Ranks(problem, _at(self.now, layers), self.rules, self.readings)
             if problem.layers == self.problem.layers:
-                half.options = half.known[layers] = self.options
+                half.known = self.known
             half.least, half.most, half.limit = self.least, self.most, self.limit
             other, said = half.choose()
             agrees = other.mesh.gpus <= ranks if ranks < self.size else other.mesh.gpus > self.size
@@ -397,7 +390,10 @@ class _Ranks(_Remeshed):
 
     def candidates(self) -> Iterator[Plan]:
         """The fewest ranks that are fast enough, and on. Then more ranks, if these are too slow."""
-        options, least_gain = self.options, 1 + self.rules.balance.hysteresis
+        options, least_gain = (
+            self.options_at(self.problem.layers),
+            1 + self.rules.balance.hysteresis,
+        )
         for ranks in range(self.least, self.size):
             plan = options.find(ranks, self.limit / least_gain)
             if plan is not None:
@@ -428,9 +424,10 @@ class _Ranks(_Remeshed):
         balance, unit = self.rules.balance, "GPU-seconds" if shrinks else "s"
         change = Change(there, back, balance.margin, 0.0, unit, self.compared(plan))
         verdict = pays(change, intervals(self.problem), seconds)
-        lead = _below(plan.seconds, limit if shrinks else self.best_now)
-        reason = verdict.reason.removeprefix("move: ")
-        return replace(verdict, gain=self.gain(plan), reason=reason, lead=lead)
+        beaten = limit if shrinks else self.best_now
+        lead = 1.0 if math.isinf(beaten) else gain_of(beaten, plan.seconds)
+        gain, reason = gain_of(self.now.seconds, plan.seconds), verdict.reason
+        return replace(verdict, gain=gain, reason=reason.removeprefix("move: "), lead=lead)
 
     def options_at(self, layers: Layers) -> RankOptions:
         """The meshes at other costs. Expected costs get a quick search only."""
@@ -448,7 +445,7 @@ class _Ranks(_Remeshed):
         """
         options, stay = self.options_at(layers), _at(self.now, layers).seconds
         try:
-            best = min(stay, options.look(self.size).seconds)
+            best = min(stay, options.plan(self.size, quick=True).seconds)
             enough = self.limit * (1 + self.rules.balance.hysteresis)
             if best <= enough and math.isfinite(self.limit):
                 return best
@@ -466,9 +463,6 @@ class _Ranks(_Remeshed):
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def gain(self, plan: Plan) -> float:
-        return 1 - plan.seconds / self.now.seconds if self.now.seconds else 0.0
-
     def nothing_to_gain(self) -> str:
         takes = f"{_ranks(self.size)} take {self.best_now:.4g} s a step, {self.allows()}"
         if self.best_now > self.limit * (1 + self.rules.balance.hysteresis):
@@ -484,11 +478,6 @@ class _Ranks(_Remeshed):
 
     def allows(self) -> str:
         return f"{self.limit:.4g} s are allowed" if math.isfinite(self.limit) else "any is allowed"
-
-
-def _below(seconds: float, limit: float) -> float:
-    """The share of `limit` by which the seconds are below it."""
-    return 1.0 if math.isinf(limit) else 1 - seconds / limit if limit else 0.0
 
 
 def _no_room(error: NoMeshFitsError) -> NoRoomError:

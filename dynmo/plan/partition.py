@@ -95,29 +95,21 @@ class Move(NamedTuple):
 
 def moves(old: Partition, new: Partition) -> tuple[Move, ...]:
     """The layers whose stage changes, in layer order."""
-    same_layers(old.layers, new.layers)
-    both = ((layer, old.owner(layer), new.owner(layer)) for layer in range(old.layers))
-    return tuple(Move(layer, source, target) for layer, source, target in both if source != target)
+    return moves_between_ranks(old, new, range(max(old.stages, new.stages)))
 
 
 def imbalance(loads: Sequence[float]) -> float:
     """DynMo's dL = (max - min) / mean (section 2.2). 0 if nothing is loaded."""
-    if not loads:
-        raise PartitionError("the imbalance of no loads; give one load per stage")
     mean = math.fsum(loads) / len(loads)
     return (max(loads) - min(loads)) / mean if mean else 0.0
 
 
-def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
+def weigh(layers: Sequence[LayerCost], cost: Cost) -> tuple[float, ...]:
     """One weight per layer: F + B + W in seconds, or the number of parameters.
 
     A frozen layer weighs as many parameters as a trained one. This fault of the baseline is kept.
     """
-    if cost == "time":
-        return tuple(layer.seconds for layer in layers)
-    if cost == "parameters":
-        return tuple(layer.parameters for layer in layers)
-    raise PartitionError(f"unknown cost {cost!r}; choose one of time, parameters")
+    return tuple(layer.seconds if cost == "time" else layer.parameters for layer in layers)
 
 
 def stage_loads(weights: Sequence[float], partition: Partition) -> tuple[float, ...]:
@@ -252,7 +244,13 @@ class Layouts:
             )
         stage_ranks = stage_ranks_of(schedule, ranks, self.chunks)
         partition = partition or uniform(self.layers, len(stage_ranks))
-        self._check(partition, stage_ranks)
+        layers, stages = self.layers, len(stage_ranks)
+        if (partition.layers, partition.stages) != (layers, stages):
+            unit = "ranks" if stages == ranks else "stages"
+            raise PartitionError(
+                f"a placement of {partition.layers} layers on {partition.stages} {unit}, for "
+                f"{layers} layers on {stages} {unit}"
+            )
         recompute = self.recompute
         if callable(recompute):
             recompute = recompute(
@@ -280,17 +278,15 @@ class Layouts:
         """The same ranks and the same batch, as another mesh.
 
         Raises:
-            InputError: The mesh has another number of ranks, the replicas do not divide the
-                microbatches, or as `make`.
+            InputError: The mesh has another number of ranks, or as `resized`.
         """
-        everyone, batch = layout.ranks * layout.replicas, layout.microbatches * layout.replicas
-        microbatches, rest = divmod(batch, replicas)
-        if ranks * replicas != everyone or rest:
-            have = f"{everyone} ranks and {batch} microbatches"
-            need = "pipeline x replicas must be all ranks, and replicas divide the microbatches"
-            raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
-        schedule = self._schedule_for(layout, ranks, partition)
-        return self.make(ranks, replicas, microbatches, partition, schedule)
+        everyone = layout.ranks * layout.replicas
+        if ranks * replicas != everyone:
+            raise ConfigError(
+                f"{everyone} ranks cannot be {replicas} replicas of {ranks} ranks; pipeline x "
+                "replicas must be all ranks"
+            )
+        return self.resized(layout, ranks, replicas, partition)
 
     def resized(
         self,
@@ -313,28 +309,14 @@ class Layouts:
             raise ConfigError(
                 f"{replicas} replicas do not divide the {batch} microbatches of a step"
             )
-        schedule = self._schedule_for(layout, ranks, partition)
-        return self.make(ranks, replicas, microbatches, partition, schedule)
-
-    def _schedule_for(self, before: Layout, ranks: int, partition: Partition | None) -> str:
-        """The schedule of another mesh: the present one, if the placement has as many stages."""
-        if partition is None:
-            return before.schedule
+        # The present schedule stays if the placement has as many stages.
         fitting = (
             name
-            for name in (before.schedule, *self.shapes)
-            if len(stage_ranks_of(name, ranks, self.chunks)) == partition.stages
+            for name in (layout.schedule, *self.shapes)
+            if partition and len(stage_ranks_of(name, ranks, self.chunks)) == partition.stages
         )
-        return next(fitting, before.schedule)
-
-    def _check(self, partition: Partition, stage_ranks: Sequence[int]) -> None:
-        layers, stages = self.layers, len(stage_ranks)
-        if (partition.layers, partition.stages) != (layers, stages):
-            unit = "ranks" if stages == max(stage_ranks) + 1 else "stages"
-            raise PartitionError(
-                f"a placement of {partition.layers} layers on {partition.stages} {unit}, for "
-                f"{layers} layers on {stages} {unit}"
-            )
+        schedule = next(fitting, layout.schedule)
+        return self.make(ranks, replicas, microbatches, partition, schedule)
 
 
 def moves_between_ranks(
@@ -349,11 +331,11 @@ def moves_between_ranks(
     """
     same_layers(old.layers, new.layers)
     targets = stage_ranks if new_stage_ranks is None else new_stage_ranks
-    across = (
-        Move(layer, stage_ranks[old.owner(layer)], targets[new.owner(layer)])
+    return tuple(
+        Move(layer, source, target)
         for layer in range(old.layers)
+        if (source := stage_ranks[old.owner(layer)]) != (target := targets[new.owner(layer)])
     )
-    return tuple(move for move in across if move.source != move.target)
 
 
 # -- the meshes that ranks can form, their accumulation groups, and the ranks that stay ------------
@@ -419,11 +401,9 @@ def divisors(total: int) -> list[int]:
 
 def nearest_divisors(value: int, total: int) -> str:
     """The divisors of `total` next to `value`, for an error message."""
-    all_divisors = divisors(total)
-    below, above = [d for d in all_divisors if d < value], [d for d in all_divisors if d > value]
-    return ", ".join(
-        str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else [])
-    )
+    found = divisors(total)
+    below, above = [d for d in found if d < value], [d for d in found if d > value]
+    return ", ".join(map(str, below[-1:] + above[:1]))
 
 
 def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:

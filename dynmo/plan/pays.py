@@ -23,13 +23,11 @@ A gain that rests on measured times must also be certain (`confirm`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from dynmo.errors import PartitionError
 from dynmo.options import ENDLESS
 from dynmo.plan.problem import Layers, Problem
 
@@ -103,12 +101,6 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
 
     Only as many intervals are looked at as it takes to repay the change and the way back.
     """
-    _check(
-        price=change.there,
-        price_back=change.back,
-        margin=change.margin,
-        hysteresis=change.hysteresis,
-    )
     both = (change.there + change.back) * change.margin
     first, steps, saved, before = (0.0, 0.0), 0, 0.0, 0.0
     turn: int | None = None
@@ -119,7 +111,6 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
             break
         found = seconds(layers) if number < _INTERVALS else None
         if found is not None:
-            _check(seconds_now=found[0], seconds_then=found[1], steps=stop - start)
             first = first if number else found
         if found is None or found[1] >= found[0]:
             turn = start
@@ -128,7 +119,7 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
         saved += (found[0] - found[1]) * (stop - start)
         before += found[0] * (stop - start)
     now, then = first
-    gain = 1 - then / now if now else 0.0
+    gain = gain_of(now, then)
     what = change.what or f"a step takes {now:.4g} s and would take {then:.4g} s"
     stay = Verdict(False, gain, f"stay: {what}, no gain", price=change.there)
     if not steps:
@@ -153,10 +144,9 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
     return Verdict(is_worth, gain, f"{act}: {what}, {sums}{until}", price=change.there)
 
 
-def _check(**given: float) -> None:
-    for name, value in given.items():
-        if not math.isfinite(value) or value < 0:
-            raise PartitionError(f"{name} is {value}; give a number of at least 0")
+def gain_of(now: float, then: float) -> float:
+    """The share of a step that is saved."""
+    return 1 - then / now if now else 0.0
 
 
 def _steps(count: int) -> str:

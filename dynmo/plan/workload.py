@@ -205,11 +205,10 @@ class _Trace(Options):
 
 def read(path: Path) -> Workload:
     """Reads and checks a workload, and the trace that it names (from its own folder)."""
+    text = read_text(path, f"workload {path}")
     try:
-        data = parse_toml(read_text(path, f"workload {path}"))
+        data = parse_toml(text)
     except ValueError as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"workload {path}: not TOML: {error}") from None
     try:
         return parse({"name": path.stem} | data, path.parent)
@@ -342,9 +341,8 @@ def replay(workload: Workload) -> ReplayResult:
             f"are {even.layers} layers on {even.stages} stages"
         )
     readings = [Window() for _ in layers]
-    mine, static, perfect = list[StepTime](), list[StepTime](), list[StepTime]()
-    considered, partitions = list[Rebalance](), list[tuple[int, ...]]()
-    asked, decided = None, list[Rebalance]()
+    rows = list[tuple[StepTime, StepTime, StepTime, tuple[int, ...]]]()
+    considered, asked, decided = list[Rebalance](), None, list[Rebalance]()
     least = -math.inf if policy.balancer.startswith("python:") else policy.hysteresis
     cuts = sorted({*moments, *range(0, workload.steps, policy.every)})
     for start, stop in pairwise([*cuts, workload.steps]):  # costs and placement stay until `stop`
@@ -369,21 +367,12 @@ def replay(workload: Workload) -> ReplayResult:
         for reading, layer in list(zip(readings, layers, strict=True)) * min(count, WINDOW):
             reading.add_alike(Times(layer.f, layer.b, layer.w), workload.announced)
         each = steps.time(layers, known, current), steps.time(layers, known, even)
-        mine += [each[0]] * count
-        static += [each[1]] * count
         # Even stages share a frozen prefix's work, so that all of them run backwards. A placement
         # may therefore do better than even stages.
         ideal = min(steps.perfect(layers, even), *each, key=lambda x: x.seconds)
-        perfect += [ideal] * count
-        partitions += [current.counts] * count
-    return ReplayResult(
-        workload,
-        tuple(mine),
-        tuple(static),
-        tuple(perfect),
-        tuple(considered),
-        tuple(partitions),
-    )
+        rows += [(*each, ideal, current.counts)] * count
+    mine, static, perfect, partitions = zip(*rows, strict=True)
+    return ReplayResult(workload, mine, static, perfect, tuple(considered), partitions)
 
 
 def _condensed(readings: Sequence[Window], layers: Layers) -> tuple[Layers, tuple[Layers, ...]]:
@@ -438,20 +427,12 @@ def _decide(asked: DecisionRecord) -> list[Rebalance]:
 def _problem(workload: Workload, layers: Layers) -> Problem:
     stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
     pairs = {(min(a, b), max(a, b)) for a, b in pairwise(stage_ranks) if a != b}
-    link = workload.link.to_link_cost()
-    trained = (index for index, x in enumerate(layers) if x.b or x.w)
-    return Problem(
-        Profile(
-            layers,
-            workload.names,
-            next(trained, len(layers) - 1),
-            tuple((pair, link) for pair in sorted(pairs)),
-            microbatch=1,
-        ),
-        Work(workload.objective, chunks=workload.chunks, cost=workload.policy.cost),
-        workload.memory_limit,
-        None if workload.speeds is None else tuple(workload.speeds),
-    )
+    links = tuple((pair, workload.link.to_link_cost()) for pair in sorted(pairs))
+    trained = next((index for index, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
+    profile = Profile(layers, workload.names, trained, links, microbatch=1)
+    work = Work(workload.objective, chunks=workload.chunks, cost=workload.policy.cost)
+    speeds = None if workload.speeds is None else tuple(workload.speeds)
+    return Problem(profile, work, workload.memory_limit, speeds)
 
 
 def _mesh(workload: Workload, problem: Problem) -> Mesh:

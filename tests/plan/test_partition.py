@@ -67,8 +67,6 @@ def test_frozen_layer_weighs_less_by_time_only():
     layers = (LayerCost(1.0, 2.0, 3.0, parameters=5), LayerCost(1.0, 0.0, 0.0, parameters=5))
     assert weigh(layers, "time") == (6.0, 1.0)
     assert weigh(layers, "parameters") == (5, 5)
-    with pytest.raises(PartitionError, match="time, parameters"):
-        weigh(layers, "flops")
 
 
 def test_loads_and_imbalance():
@@ -77,8 +75,6 @@ def test_loads_and_imbalance():
     assert imbalance([7.0, 5.0]) == pytest.approx(2 / 6)
     assert imbalance([3.0, 3.0]) == 0.0
     assert imbalance([0.0, 0.0]) == 0.0
-    with pytest.raises(PartitionError):
-        imbalance([])
 
 
 def test_more_ranks_than_layers_are_refused():
