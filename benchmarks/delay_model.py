@@ -9,13 +9,14 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.cost_traces import Layers, in_halves, problem_of
+from benchmarks.noise import in_order
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import evaluate, pipeline_costs
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Choice, Mesh
-from dynmo.schedule.op import Op, Schedule, in_order
+from dynmo.schedule.op import Op, Schedule
 from dynmo.schedule.simulator import lane_times
 
 NODE = 4  # ranks

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import start_together
+from benchmarks.noise import in_order
 from benchmarks.ragged import Step
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.model import Model
@@ -21,7 +22,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.runtime.engine.options import StepOptions
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
+from dynmo.schedule.op import Kind, Op, Schedule
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "zb-auto")
 
@@ -121,9 +122,9 @@ def replayed(schedule: Schedule, seconds: Mapping[Op, float], links: Sequence[fl
     """Returns the time of a step whose microbatches differ, as the simulator counts it."""
     ended, clock = dict[Op, float](), [0.0] * schedule.ranks
     ranks = schedule.stage_ranks
-    for rank, op, _ in in_order(schedule):
+    for rank, op, needs in in_order(schedule):
         start = clock[rank]
-        for before, boundary in dependencies(schedule, op):
+        for before, boundary in needs:
             arrived = ended[before]
             if boundary is not None and ranks[boundary] != ranks[boundary + 1]:
                 arrived += links[boundary]

@@ -6,6 +6,7 @@ The order of the ops stays as planned. `benchmarks.zero_bubble` shows the figure
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import mean
 from typing import NamedTuple
@@ -14,8 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
-from dynmo.schedule.op import Op, Schedule, in_order
+from dynmo.schedule.op import Dependency, Op, Schedule, check_order, dependencies
 from dynmo.schedule.simulator import lane_times
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ...]]]:
+    """Lists every rank, op and the op's dependencies, in an order in which the ops can run."""
+    check_order(schedule)
+    flat = [(rank, op) for rank, row in enumerate(schedule.ops) for op in row]
+    for at in schedule.order.at:
+        rank, op = flat[int(at)]
+        yield rank, op, tuple(dependencies(schedule, op))
 
 
 class Disturbance(NamedTuple):

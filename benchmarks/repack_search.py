@@ -31,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cost_traces import Layers, timeline
+from benchmarks.noise import in_order
 from dynmo.jit import jit
 from dynmo.plan.partition import Partition
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import Kind, Schedule, in_order
+from dynmo.schedule.op import Kind, Schedule
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

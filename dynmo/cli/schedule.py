@@ -19,7 +19,7 @@ from dynmo.cli.schedule_request import ScheduleRequest, request_of
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.bounds import lower_bound
 from dynmo.schedule.catalogue import SCHEDULES, stage_ranks_of
-from dynmo.schedule.op import Kind, Schedule, to_text
+from dynmo.schedule.op import Kind, Schedule
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _print_text(
         else:
             print(draw(timeline, width).plain)
     if options.ops:
-        sys.stdout.write(to_text(schedule))
+        sys.stdout.write(str(schedule))
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -24,14 +24,16 @@ already, and both start again.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule, validate
+from dynmo.schedule.simulator import simulate
 
 
 class Direction(StrEnum):
@@ -149,19 +151,33 @@ def fuse(schedule: Schedule) -> Schedule:
     """
     rows: list[tuple[Op, ...]] = []
     for row in schedule.ops:
-        out: list[Op] = []
+        out = list[Op]()
         for op in row:
-            before = out[-1] if out else None
-            if (
-                op.kind is Kind.W
-                and op.stage == schedule.first_trainable
-                and before == Op(Kind.B, op.stage, op.microbatch)
-            ):
-                out[-1] = Op(Kind.BW, op.stage, op.microbatch)
+            ends_b = op.kind is Kind.W and op.stage == schedule.first_trainable
+            if ends_b and out and out[-1] == op._replace(kind=Kind.B):
+                out[-1] = op._replace(kind=Kind.BW)
             else:
                 out.append(op)
         rows.append(tuple(out))
     return replace(schedule, ops=tuple(rows))
+
+
+def fold(schedule: Schedule) -> Schedule:
+    """Put the same ops on one rank that holds all stages: one row in the order of the clock.
+
+        0 | F0 F1 BW0 BW1              0 | 0F0 0F1 1F0 1B0 0BW0 1F1 1B1 0BW1 1W0 1W1
+        1 | F0 B0 F1 B1 W0 W1
+
+    The engine that runs the row hands each op to its rank's own queue (stream). The op waits there
+    for its inputs. The ranks' own orders are kept, and no op is handed over after one that waits
+    for it. B and W are fused, and a frozen prefix is held back, as on several ranks.
+    """
+    fused = fuse(schedule)
+    # F = B = W: the order decides how early an op is queued, not which ops it waits for.
+    timeline = simulate(fused, uniform_costs(fused.stages, 1.0, 1.0, 1.0))
+    spans = sorted((x.start, rank, x) for rank, row in enumerate(timeline.ranks) for x in row)
+    row, credits = tuple(x.op for _, _, x in spans), fused.ahead
+    return replace(fused, stage_ranks=(0,) * fused.stages, ops=(row,), credits=credits)
 
 
 def lower(
@@ -248,6 +264,11 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
     return tuple(programs)
 
 
+def check(programs: tuple[Program, ...]) -> None:
+    """Check the programs by a dry run with channels of their depths."""
+    _play([program.instructions for program in programs], _all_depths(programs))
+
+
 def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channel | None:
     """Return the channel between two stages, or None if they are on one rank."""
     ranks = schedule.stage_ranks[source], schedule.stage_ranks[target]
@@ -258,34 +279,15 @@ def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channe
 def depths(schedule: Schedule) -> dict[Channel, int]:
     """Compute how far each channel's sender may be ahead: `credits` behind a forward-only stage."""
     depths: dict[Channel, int] = {}
-    credits = schedule.ranks if schedule.credits is None else schedule.credits
     for s, (low, high) in enumerate(pairwise(schedule.stage_ranks)):
         frozen = s < schedule.first_trainable
         if low == high:
             continue
-        ahead = max(1, credits) if frozen else schedule.microbatches
+        ahead = max(1, schedule.ahead) if frozen else schedule.microbatches
         depths[Channel(s, Direction.ACTIVATION, low, high)] = ahead
         if not frozen:
             depths[Channel(s, Direction.GRADIENT, high, low)] = schedule.microbatches
     return depths
-
-
-def check(programs: tuple[Program, ...]) -> None:
-    """Check the programs by a dry run with channels of their depths."""
-    for program in programs:
-        following: dict[tuple[type[Instruction], Channel], int] = {}
-        for instruction in program.instructions:
-            if isinstance(instruction, Send | Receive):
-                kind = type(instruction)
-                expected = following.get((kind, instruction.channel), 0)
-                if expected != instruction.microbatch:
-                    done = "sent" if kind is Send else "taken"
-                    raise ScheduleError(
-                        f"message {instruction.microbatch} on {describe(instruction.channel)} is "
-                        f"{done} out of order"
-                    )
-                following[kind, instruction.channel] = expected + 1
-    _play_to_the_end([program.instructions for program in programs], _all_depths(programs))
 
 
 def check_again(programs: tuple[Program, ...]) -> None:
@@ -293,35 +295,32 @@ def check_again(programs: tuple[Program, ...]) -> None:
 
     One run assumes that the first step stands, the other that it is rolled back.
     """
-    depth = _all_depths(programs)
-    down, up = routes(_stage_ranks(programs))
+    placed = sorted((stage, program.rank) for program in programs for stage in program.stages)
+    down, up = routes(tuple(rank for _, rank in placed))
+    # The prefix's last rank has the verdict. It may be another than the first on the verdict's way.
+    between = [(down[-1], up[0])] if down[-1] != up[0] else []
     for rolled_back in (False, True):
         rows: list[list[Instruction]] = []
         for program in programs:
-            rank = program.rank
-            row = [
-                *(i for i in program.instructions if not isinstance(i, Verdict)),
-                *_between(down, rank, Direction.PREFIX),
-            ]
-            if rank == down[-1] != up[0]:
-                row.append(Send(Channel(-1, Direction.VERDICT, rank, up[0]), 0, 0))
-            for instruction in program.instructions:
-                if not isinstance(instruction, Verdict):
-                    row.append(instruction)
-                    continue
-                if rank == up[0] != down[-1]:
-                    row.append(Receive(Channel(-1, Direction.VERDICT, down[-1], rank), 0, 0))
-                row.extend(_between(up, rank, Direction.VERDICT))
-                if rolled_back:
-                    row.extend(
-                        Receive(channel, 0, j)
-                        for channel, sent, taken in instruction.begun
-                        for j in range(taken, sent)
-                    )
-                    row.extend(i for i in program.instructions if not isinstance(i, Verdict))
-                    break
-            rows.append(row)
-        _play_to_the_end(rows, depth)
+            rank, parts = program.rank, program.instructions
+            at, begun = next((i, x.begun) for i, x in enumerate(parts) if isinstance(x, Verdict))
+            head, tail = parts[:at], parts[at + 1 :]
+            handed = _passes(between, Direction.VERDICT, rank)
+            row = [*head, *tail, *_passes(pairwise(down), Direction.PREFIX, rank)]
+            row += [*handed, *head] if rank == down[-1] else [*head, *handed]
+            row += _passes(pairwise(up), Direction.VERDICT, rank)
+            if rolled_back:
+                row += [Receive(c, 0, j) for c, sent, taken in begun for j in range(taken, sent)]
+                row += head
+            rows.append([*row, *tail])
+        _play(rows, _all_depths(programs))
+
+
+def _passes(hops: Iterable[tuple[int, int]], direction: Direction, rank: int) -> list[Instruction]:
+    """List the receive from the rank before on a route, and the send to the rank behind."""
+    channels = [Channel(-1, direction, *hop) for hop in hops]
+    received = [Receive(channel, 0, 0) for channel in channels if channel.target == rank]
+    return [*received, *(Send(channel, 0, 0) for channel in channels if channel.source == rank)]
 
 
 def routes(stage_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -335,24 +334,6 @@ def routes(stage_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ..
     have to wait for the F of the rank that sends it anyway. The same holds for the verdict and B.
     """
     return tuple(dict.fromkeys(stage_ranks)), tuple(dict.fromkeys(reversed(stage_ranks)))
-
-
-def _stage_ranks(programs: tuple[Program, ...]) -> tuple[int, ...]:
-    return tuple(
-        rank
-        for _, rank in sorted(
-            (stage, program.rank) for program in programs for stage in program.stages
-        )
-    )
-
-
-def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterator[Instruction]:
-    """List the receive from the rank before on the route, and the send to the rank behind."""
-    place = route.index(rank)
-    if place > 0:
-        yield Receive(Channel(-1, direction, route[place - 1], rank), 0, 0)
-    if place + 1 < len(route):
-        yield Send(Channel(-1, direction, rank, route[place + 1]), 0, 0)
 
 
 def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -384,20 +365,25 @@ def _all_depths(programs: tuple[Program, ...]) -> dict[Channel, int]:
     return {channel: depth for program in programs for channel, depth in program.depth.items()}
 
 
-Rows = Sequence[Sequence[Instruction]]
-
-
 def _play(
-    rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False
+    rows: Sequence[Sequence[Instruction]],
+    depth: dict[Channel, int],
+    stops: Callable[[Instruction], bool] | None = None,
 ) -> list[int]:
-    """Run every rank as far as it gets, and return how far. Depths limit channels."""
+    """Run every rank to the end, or as far as it gets without an instruction that `stops`.
+
+    Depths limit channels. Returns how far each rank got.
+    """
     position = [0] * len(rows)
     flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while position[rank] < len(row) and not stops(instruction := row[position[rank]]):
+            while position[rank] < len(row):
+                instruction = row[position[rank]]
+                if stops and stops(instruction):
+                    break
                 if isinstance(instruction, Send):
                     waiting = flight[instruction.channel]
                     if len(waiting) >= depth.get(instruction.channel, len(waiting) + 1):
@@ -408,22 +394,15 @@ def _play(
                         break
                     microbatch = flight[instruction.channel].popleft()
                     if microbatch != instruction.microbatch:
-                        where = describe(instruction.channel)
                         raise ScheduleError(
-                            f"message {microbatch} on {where} comes where microbatch "
-                            f"{instruction.microbatch} is waited for"
+                            f"message {microbatch} on {describe(instruction.channel)} comes where "
+                            f"microbatch {instruction.microbatch} is waited for"
                         )
                 position[rank] += 1
                 moved = True
-    if all(end == len(row) for end, row in zip(position, rows, strict=True)):
-        for channel, left in flight.items():
-            if left:
-                raise ScheduleError(f"{len(left)} messages on {describe(channel)} are never taken")
-    return position
-
-
-def _play_to_the_end(rows: Rows, depth: dict[Channel, int]) -> None:
-    for rank, (end, row) in enumerate(zip(_play(rows, depth), rows, strict=True)):
+    if stops:
+        return position
+    for rank, (end, row) in enumerate(zip(position, rows, strict=True)):
         if end < len(row):
             waiting = row[end]
             assert isinstance(waiting, Send | Receive)
@@ -431,6 +410,10 @@ def _play_to_the_end(rows: Rows, depth: dict[Channel, int]) -> None:
                 f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on "
                 f"{describe(waiting.channel)}"
             )
+    for channel, left in flight.items():
+        if left:
+            raise ScheduleError(f"{len(left)} messages on {describe(channel)} are never taken")
+    return position
 
 
 def describe(channel: Channel) -> str:

@@ -25,7 +25,7 @@ activation_bytes = stash_bytes = 0.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -36,11 +36,6 @@ from dynmo.schedule.lowering import Compute, Direction, Verdict, depths, fuse, l
 from dynmo.schedule.op import Kind, Schedule
 
 Pairs = Sequence[tuple[int, int]]
-
-
-def _stages(layers: Sequence[LayerCost], counts: Sequence[int]) -> Iterator[Sequence[LayerCost]]:
-    for start, stop in pairwise(accumulate(counts, initial=0)):
-        yield layers[start:stop]
 
 
 def rank_memory(
@@ -246,8 +241,10 @@ def static_bytes(
 ) -> tuple[int, ...]:
     """Sum the weights, gradients and optimizer state of the layers on each rank, in bytes."""
     held = [0] * (max(stage_ranks) + 1)
-    for own, rank in zip(_stages(layers, counts), stage_ranks, strict=True):
-        held[rank] += sum(x.static_bytes for x in own)
+    for (start, stop), rank in zip(
+        pairwise(accumulate(counts, initial=0)), stage_ranks, strict=True
+    ):
+        held[rank] += sum(x.static_bytes for x in layers[start:stop])
     return tuple(held)
 
 

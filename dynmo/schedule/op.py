@@ -16,10 +16,12 @@ no gradient upstream.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynmo.errors import ScheduleError
@@ -86,6 +88,11 @@ class Schedule:
     def stages(self) -> int:
         return len(self.stage_ranks)
 
+    @property
+    def ahead(self) -> int:
+        """The number that `credits` stands for."""
+        return self.ranks if self.credits is None else self.credits
+
     @cached_property
     def fused(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward is one BW."""
@@ -98,8 +105,7 @@ class Schedule:
         """What waits for what."""
         from dynmo.schedule.graph import make_graph  # numba takes a while to import
 
-        ahead = self.ranks if self.credits is None else self.credits
-        return make_graph(self.stage_ranks, self.first_trainable, ahead)
+        return make_graph(self.stage_ranks, self.first_trainable, self.ahead)
 
     @cached_property
     def waits(self) -> tuple[list[tuple[int, int, int]], ...]:
@@ -120,7 +126,19 @@ class Schedule:
         return tuple(s for s, r in enumerate(self.stage_ranks) if r == rank)
 
     def __str__(self) -> str:
-        return to_text(self)
+        """Write the readable form shown at the top of this file. `from_text` reads it back."""
+        header = f"# {self.name}  ranks={self.ranks} microbatches={self.microbatches}"
+        header += f" placement={','.join(map(str, self.stage_ranks))}"
+        if self.first_trainable:
+            header += f" first_trainable={self.first_trainable}"
+        if self.credits is not None:
+            header += f" credits={self.credits}"
+        width, lines = len(str(self.ranks - 1)), [header]
+        for rank, row in enumerate(self.ops):
+            several = len(self.stages_of(rank)) > 1
+            cells = (f"{op.stage if several else ''}{op.kind}{op.microbatch}" for op in row)
+            lines.append(f"{rank:>{width}} | {' '.join(cells)}")
+        return "\n".join(lines) + "\n"
 
     def __repr__(self) -> str:
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
@@ -146,62 +164,40 @@ def validate(schedule: Schedule) -> None:
         ScheduleError: An op is missing, doubled or out of place, or ranks wait for each other in a
             circle.
     """
-    _check_placement(schedule)
-    # Number of F, B and W seen on each stage. Each kind must come in microbatch order and reach m.
-    seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
-    for rank, row in enumerate(schedule.ops):
-        for op in row:
-            if not 0 <= op.stage < schedule.stages or schedule.stage_ranks[op.stage] != rank:
-                raise ScheduleError(
-                    f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed "
-                    "there"
-                )
-            if op.kind is not Kind.F and op.stage < schedule.first_trainable:
-                raise ScheduleError(
-                    f"{schedule.name}: {name(op)} on a frozen stage (first trainable is "
-                    f"{schedule.first_trainable})"
-                )
-            for part in (Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,):
-                if op.microbatch != seen[op.stage][part]:
-                    raise ScheduleError(
-                        f"{schedule.name}: rank {rank} runs {name(op)} where microbatch "
-                        f"{seen[op.stage][part]} of {part} is due"
-                    )
-                seen[op.stage][part] += 1
-    for stage, counts in enumerate(seen):
-        for kind, count in counts.items():
-            expected = (
-                0
-                if kind is not Kind.F and stage < schedule.first_trainable
-                else schedule.microbatches
-            )
-            if count != expected:
-                raise ScheduleError(
-                    f"{schedule.name}: stage {stage} has {count} of {expected} {kind} ops"
-                )
+    if fault := next(_faults(schedule), None):
+        raise ScheduleError(f"{schedule.name}: {fault}")
     check_order(schedule)
 
 
-def _check_placement(schedule: Schedule) -> None:
-    if schedule.microbatches < 1:
-        raise ScheduleError(
-            f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
-        )
-    if any(not 0 <= rank < schedule.ranks for rank in schedule.stage_ranks):
-        raise ScheduleError(
-            f"{schedule.name}: placement {schedule.stage_ranks} names a rank outside "
-            f"0..{schedule.ranks - 1}"
-        )
-    if len(set(schedule.stage_ranks)) < schedule.ranks:
-        raise ScheduleError(
-            f"{schedule.name}: placement {schedule.stage_ranks} leaves one of {schedule.ranks} "
-            "ranks without a stage"
-        )
-    if not 0 <= schedule.first_trainable < schedule.stages:
-        raise ScheduleError(
-            f"{schedule.name}: first trainable stage {schedule.first_trainable} of "
-            f"{schedule.stages} stages"
-        )
+def _faults(schedule: Schedule) -> Iterator[str]:
+    m, ranks, n = schedule.microbatches, schedule.ranks, schedule.stages
+    placement, first = schedule.stage_ranks, schedule.first_trainable
+    if m < 1:
+        yield f"{m} microbatches; at least 1 is needed"
+    if any(not 0 <= rank < ranks for rank in placement):
+        yield f"placement {placement} names a rank outside 0..{ranks - 1}"
+    if len(set(placement)) < ranks:
+        yield f"placement {placement} leaves one of {ranks} ranks without a stage"
+    if not 0 <= first < n:
+        yield f"first trainable stage {first} of {n} stages"
+    # Number of F, B and W seen on each stage. Each kind must come in microbatch order and reach m.
+    seen = Counter[tuple[int, Kind]]()
+    for rank, row in enumerate(schedule.ops):
+        for op in row:
+            kind, stage, j = op
+            if not 0 <= stage < n or placement[stage] != rank:
+                yield f"rank {rank} runs {name(op)}, but the stage is not placed there"
+            if kind is not Kind.F and stage < first:
+                yield f"{name(op)} on a frozen stage (first trainable is {first})"
+            for part in (Kind.B, Kind.W) if kind is Kind.BW else (kind,):
+                due = seen[stage, part]
+                if j != due:
+                    yield f"rank {rank} runs {name(op)} where microbatch {due} of {part} is due"
+                seen[stage, part] += 1
+    for stage, kind in product(range(n), (Kind.F, Kind.B, Kind.W)):
+        count, expected = seen[stage, kind], m * (kind is Kind.F or stage >= first)
+        if count != expected:
+            yield f"stage {stage} has {count} of {expected} {kind} ops"
 
 
 def check_order(schedule: Schedule) -> None:
@@ -223,21 +219,6 @@ def check_order(schedule: Schedule) -> None:
     )
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Op, tuple[Dependency, ...]]]:
-    """List every rank, op and the op's dependencies, in an order in which the ops can run.
-
-    The ranks' own orders and `dependencies` are respected.
-
-    Raises:
-        ScheduleError: The ranks wait for each other in a circle.
-    """
-    check_order(schedule)
-    flat = [(rank, op) for rank, row in enumerate(schedule.ops) for op in row]
-    for at in schedule.order.at:
-        rank, op = flat[int(at)]
-        yield rank, op, tuple(dependencies(schedule, op))
-
-
 def name(op: Op) -> str:
     """Describe an op for messages: `B of microbatch 3 on stage 1`."""
     return f"{op.kind} of microbatch {op.microbatch} on stage {op.stage}"
@@ -245,23 +226,6 @@ def name(op: Op) -> str:
 
 _HEADER = re.compile(r"#\s*(?P<name>\S+)\s+(?P<fields>.*)")
 _CELL = re.compile(r"(?P<stage>\d+)?(?P<kind>BW|F|B|W)(?P<microbatch>\d+)")
-
-
-def to_text(schedule: Schedule) -> str:
-    """Write the readable form shown at the top of this file. `from_text` reads it back."""
-    header = f"# {schedule.name}  ranks={schedule.ranks} microbatches={schedule.microbatches}"
-    header += f" placement={','.join(map(str, schedule.stage_ranks))}"
-    if schedule.first_trainable:
-        header += f" first_trainable={schedule.first_trainable}"
-    if schedule.credits is not None:
-        header += f" credits={schedule.credits}"
-    width = len(str(schedule.ranks - 1))
-    lines = [header]
-    for rank, row in enumerate(schedule.ops):
-        several = len(schedule.stages_of(rank)) > 1
-        cells = (f"{op.stage if several else ''}{op.kind}{op.microbatch}" for op in row)
-        lines.append(f"{rank:>{width}} | {' '.join(cells)}")
-    return "\n".join(lines) + "\n"
 
 
 def from_text(text: str) -> Schedule:

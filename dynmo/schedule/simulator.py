@@ -167,22 +167,16 @@ def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     over its pairs. So a memory limit can be checked for any placement without another simulation.
     """
     out: list[tuple[tuple[int, int], ...]] = []
-    for stage in range(schedule.stages):
-        forward = stashed = 0
-        pairs: set[tuple[int, int]] = set()
-        for op in schedule.ops[schedule.stage_ranks[stage]]:
-            if op.stage != stage or stage < schedule.first_trainable:
-                continue
-            forward += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))
-            stashed += (op.kind is Kind.B) - (op.kind is Kind.W)
-            pairs.add((forward, stashed))
-        out.append(_undominated(pairs))
+    for stage, rank in enumerate(schedule.stage_ranks):
+        forward, stashed, pairs = 0, 0, {(0, 0)}
+        for op in schedule.ops[rank]:
+            if op.stage == stage >= schedule.first_trainable:
+                forward += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))
+                stashed += (op.kind is Kind.B) - (op.kind is Kind.W)
+                pairs.add((forward, stashed))
+        best = list[tuple[int, int]]()
+        for pair in sorted(pairs, reverse=True):
+            if not best or pair[1] > best[-1][1]:
+                best.append(pair)
+        out.append(tuple(best))
     return tuple(out)
-
-
-def _undominated(pairs: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    best: list[tuple[int, int]] = []
-    for pair in sorted(pairs, reverse=True):
-        if all(pair[1] > kept[1] for kept in best):
-            best.append(pair)
-    return tuple(best) or ((0, 0),)

@@ -17,9 +17,7 @@ from dynmo.schedule.op import (
     Schedule,
     dependencies,
     from_text,
-    in_order,
     name,
-    to_text,
     validate,
 )
 from tests.schedule.samples import schedules
@@ -57,7 +55,7 @@ def test_credits_limit_how_far_forward_only_stages_run_ahead() -> None:
 
 
 def test_text_matches_the_example_in_the_docstring() -> None:
-    assert to_text(make("zb-h1", 3, 4)) == (
+    assert str(make("zb-h1", 3, 4)) == (
         "# zb-h1  ranks=3 microbatches=4 placement=0,1,2\n"
         "0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3\n"
         "1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3\n"
@@ -79,20 +77,12 @@ def test_text_names_the_stage_if_a_rank_has_several() -> None:
 @given(schedules(), st.none() | st.integers(1, 9))
 def test_text_reads_back(schedule: Schedule, credits: int | None) -> None:
     schedule = replace(schedule, credits=credits)
-    assert from_text(to_text(schedule)) == schedule
+    assert from_text(str(schedule)) == schedule
 
 
 @given(schedules())
 def test_any_runnable_order_is_valid(schedule: Schedule) -> None:
     validate(schedule)
-    order = list(in_order(schedule))
-    for r, row in enumerate(schedule.ops):
-        assert tuple(op for rank, op, _ in order if rank == r) == row
-    done: set[Op] = set()
-    for _, op, needs in order:
-        assert needs == tuple(dependencies(schedule, op))
-        assert all(before in done for before, _ in needs)
-        done.add(op)
 
 
 def missing(row: list[Op], data: st.DataObject) -> str:

@@ -27,8 +27,7 @@ from dynmo.runtime.layer.frozen_prefix import PrefixRunner
 from dynmo.runtime.layer.modes import evaluated
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.state.layer_store import LayerStore
-from dynmo.schedule.fold import fold
-from dynmo.schedule.lowering import Program, lower, lower_forward
+from dynmo.schedule.lowering import Program, fold, lower, lower_forward
 from dynmo.schedule.op import Schedule
 
 _EVALUATORS = 2

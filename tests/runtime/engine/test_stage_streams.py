@@ -16,8 +16,7 @@ from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.fold import fold
-from dynmo.schedule.lowering import Direction, lower
+from dynmo.schedule.lowering import Direction, fold, lower
 from tests.runtime.alone import alone
 from tests.runtime.modules import assert_same, draw, gradients_of, layer_of
 

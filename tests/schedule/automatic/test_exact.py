@@ -18,7 +18,7 @@ from dynmo.schedule.automatic.exact import PROVEN, Exact, exact
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validate
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
 from dynmo.schedule.simulator import peak_memory, simulate
 from tests.combinations import mostly_matrix
 from tests.schedule.samples import (
@@ -249,7 +249,7 @@ def test_search_improves_a_start_and_keeps_its_name() -> None:
     # A start that cannot be improved comes back as it is, though its backward is one op.
     tight = solved(uniform_costs(3, 1, 1, 0), 3, caps=[3] * 3, start=make("1f1b", 3, 3))
     assert tight.proven
-    assert to_text(tight.schedule) == to_text(make("1f1b", 3, 3))
+    assert str(tight.schedule) == str(make("1f1b", 3, 3))
 
 
 def test_search_without_proof_ends_in_time() -> None:

@@ -13,7 +13,7 @@ from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.lowering import lower
-from dynmo.schedule.op import from_text, to_text, validate
+from dynmo.schedule.op import from_text, validate
 from dynmo.schedule.simulator import simulate
 from tests.schedule.samples import TABLE_5, stage, times_of
 
@@ -70,7 +70,7 @@ def test_any_schedule_is_valid_and_within_memory(
     schedule = v_shape(name, costs, m, first_trainable=first_trainable, objective=objective)
     validate(schedule)
     lower(schedule)
-    assert from_text(to_text(schedule)) == schedule
+    assert from_text(str(schedule)) == schedule
     assert (schedule.name, schedule.microbatches) == (name, m)
     assert schedule.stage_ranks == v_stage_ranks(p)
     timeline = simulate(schedule, costs)

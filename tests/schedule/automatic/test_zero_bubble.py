@@ -24,7 +24,7 @@ from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.graph import first_of
-from dynmo.schedule.op import to_text, validate
+from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, TABLE_5, fits, stage, times_of
 
@@ -41,7 +41,7 @@ def test_memory_of_1f1b_gives_zb_h1_and_twice_gives_no_bubble() -> None:
     assert simulate(tight, costs).span == simulate(make("zb-h1", 3, 6), costs).span == 20
     assert simulate(wide, costs).span == 18
     assert (
-        to_text(automatic(costs, 3, caps=[3] * 3))
+        str(automatic(costs, 3, caps=[3] * 3))
         == """\
 # zb-auto  ranks=3 microbatches=3 placement=0,1,2
 0 | F0 F1 F2 B0 W0 B1 W1 B2 W2
@@ -280,5 +280,5 @@ def test_another_process_makes_the_same_schedule_silently(tmp_path: Path) -> Non
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=True, env=environment
     )
-    assert done.stdout == to_text(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5))
+    assert done.stdout == str(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5))
     assert done.stderr == ""
