@@ -233,8 +233,8 @@ def check_later_ranks(
     }
     if elastic.target_ranks is not None:
         wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
-    if options.zero:  # each mesh divides the optimizer state by its own replicas
-        costs, _ = known_costs(replace(options, zero=0), model)
+    if options.zero and wanted:  # each mesh divides the optimizer state by its own replicas
+        costs, _ = known_costs(options.model_copy(update={"zero": 0}), model)
     # Any times will do, because only the memory counts.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
     profile = Profile(layers, model.names, microbatch=options.samples)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynmo.config import parse
-from dynmo.errors import ConfigError, PartitionError
+from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.pipeline.dry_run import RunPlan
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -122,6 +122,25 @@ def test_memory_limit_is_checked_to_the_byte() -> None:
         _limited(wanted - 1)
     with pytest.raises(PartitionError, match=r"^[^']*$"):  # it is on already
         _limited(1, recompute="all")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_later_mesh_divides_the_optimizer_state_by_its_own_replicas(replicas: int) -> None:
+    train = {"micro_batch": 1, "global_batch": 8, "reduction_slots": 4}
+
+    def planned(now: int, **more: object) -> RunPlan:
+        mesh = {"parallel": {"pipeline": 2, "replicas": now, "zero": 1}}
+        return plan_run(parse(TINY | {"train": train} | mesh | more))
+
+    def changed(limit: int) -> RunPlan:
+        pipeline = {"schedule": "1f1b", "memory_limit": limit}
+        return planned(4, pipeline=pipeline, elastic={"reshape_at": [[3, 2, replicas]]})
+
+    placements = ({"initial": [first, 4 - first]} for first in (1, 2, 3))
+    wanted = min(max(planned(replicas, balance=given).memory) for given in placements)
+    assert changed(wanted).limit == wanted
+    with pytest.raises(NoRoomError, match=f"reshape_at: .* needs {wanted} bytes, 1 over the limit"):
+        changed(wanted - 1)
 
 
 def test_gpipe_keeps_every_microbatch() -> None:
