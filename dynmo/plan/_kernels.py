@@ -27,6 +27,7 @@ from dynmo.jit import jit
 from dynmo.schedule.graph import Floats, Graph, Ints, Order, run_clocks
 
 Bytes = NDArray[np.uint8]
+Origins = NDArray[np.int32]
 
 Memory = tuple[Ints, Ints, Ints, Ints]
 """held, pairs, pair_at and caps."""
@@ -156,34 +157,33 @@ def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an arra
 
 
 @jit()
-def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[float, float, int]:
-    """The largest time of a rank, the sum of squared times, and the bytes over the caps."""
+def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[int, float, float]:
+    """The bytes over the caps, the largest time of a rank, and the sum of squared times."""
     sums, rank_of, speeds, held, pairs, pair_at, caps = problem
     scratch[:] = 0
     for s in range(len(rank_of)):
         scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
         if caps.size:
             scratch[rank_of[s], 1] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
-    largest, squares, over = 0.0, 0.0, 0
+    over, largest, squares = 0, 0.0, 0.0
     for r in range(len(speeds)):
         time = scratch[r, 0] / speeds[r]
         largest = max(largest, time)
         squares += time * time
         if caps.size:
             over += max(0, scratch[r, 1] - caps[r])
-    return largest, squares, over
+    return over, largest, squares
 
 
 @jit()
-def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
+def descend(problem: Problem, bounds: Ints) -> tuple[int, float, float]:
     """Moves one layer at a time along the path between two stages, in `bounds`.
 
-    Goes on while (bytes over, largest time, squares) falls.
+    Goes on while what `evaluate_bounds` says falls.
     """
-    _, rank_of, speeds, _, _, _, _ = problem
+    rank_of, speeds = problem[1], problem[2]
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    largest, squares, over = evaluate_bounds(problem, bounds, scratch)
-    trial = bounds.copy()
+    best, trial = evaluate_bounds(problem, bounds, scratch), bounds.copy()
     progress = True
     while progress:
         progress = False
@@ -195,27 +195,23 @@ def descend(problem: Problem, bounds: Ints) -> tuple[float, float, int]:
                 _copy(trial, bounds)
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                time, square, bytes_ = evaluate_bounds(problem, trial, scratch)
-                if bytes_ < over or (
-                    bytes_ == over and (time < largest or (time == largest and square < squares))
-                ):
+                value = evaluate_bounds(problem, trial, scratch)
+                if value < best:
                     _copy(bounds, trial)
-                    largest, squares, over, progress = time, square, bytes_, True
-    return largest, squares, over
+                    best, progress = value, True
+    return best
 
 
 @jit()
-def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[float, int]:
+def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[int, float, float]:
     """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
-    The pushes come from a generator with a fixed seed. Returns the largest time of a rank, and the
-    bytes over the caps.
+    The pushes come from a generator with a fixed seed. Returns what `evaluate_bounds` says.
     """
     stages = len(bounds) - 1
-    best, squares, over = descend(problem, bounds)
-    state = 1
+    best, state = descend(problem, bounds), 1
     for _ in range(kicks):
-        if over == 0 and best <= floor:
+        if best[0] == 0 and best[1] <= floor:
             break
         trial = bounds.copy()
         for _ in range(3):
@@ -225,13 +221,11 @@ def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[fl
             moved = trial[i] + ((state >> 8) % 5) - 2
             if i < stages and trial[i - 1] < moved < trial[i + 1]:
                 trial[i] = moved
-        time, square, bytes_ = descend(problem, trial)
-        if bytes_ < over or (
-            bytes_ == over and (time < best or (time == best and square <= squares))
-        ):
+        value = descend(problem, trial)
+        if value <= best:
             _copy(bounds, trial)
-            best, squares, over = time, square, bytes_
-    return best, over
+            best = value
+    return best
 
 
 @jit()
@@ -293,28 +287,41 @@ def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
 
 @jit()
 def nested(
-    problem: Problem, flow: Flow, limit: float, reached: Bytes, bounds: Ints
+    problem: Problem, flow: Flow, limit: float, came: Origins, bounds: Ints
 ) -> tuple[bool, float]:
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
-    reached[r, x, y] says that ranks 0 .. r-1 can hold exactly the layers before x and from y on.
-    Returns (True, the placement's largest time), or (False, the least limit worth trying next).
+    came[r, x, y] is not 0 if ranks 0 .. r-1 can hold exactly the layers before x and from y on. It
+    says where the layers of rank r-1 begin and end. Returns (True, the placement's largest time),
+    or (False, the least limit worth trying next).
     """
-    ranks = reached.shape[0] - 1
-    rise = _reach_inwards(problem, flow, limit, reached)
-    for end in range(reached.shape[1]):
-        if reached[ranks, end, end]:
-            return True, _trace_outwards(problem, flow, limit, reached, end, bounds)
+    sums, _, speeds, _, _, _, _ = problem
+    layers, ranks, largest = len(sums) - 1, len(speeds), 0.0
+    rise = _reach_inwards(problem, flow, limit, came)
+    for end in range(layers + 1):
+        if came[ranks, end, end]:
+            a = b = bounds[ranks] = end
+            for r in range(ranks - 1, -1, -1):
+                x, y = divmod(came[r + 1, a, b] - 1, layers + 1)
+                time = float(sums[a] - sums[x] + sums[y] - sums[b])
+                if flow[0]:
+                    time = max(time, flow_time(flow, x, a, b, y))
+                largest = max(largest, time / speeds[r])
+                a, b = bounds[r], bounds[2 * ranks - r] = x, y
+            return True, largest
     return False, rise
 
 
 @jit()
-def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -> float:
-    """Fills in `reached`, the outer rank first. Returns the least limit worth trying next."""
+def _reach_inwards(problem: Problem, flow: Flow, limit: float, came: Origins) -> float:
+    """Fills in `came`, the outer rank first. Returns the least limit worth trying next.
+
+    Of the ways to a state, the one with the shortest lower stage, then upper stage counts.
+    """
     sums, _, speeds, held, pairs, pair_at, caps = problem
     layers, ranks = len(sums) - 1, len(speeds)
-    reached[:] = 0
-    reached[0, 0, layers] = 1
+    came[:] = 0
+    came[0, 0, layers] = 1
     rest = speeds.sum()
     rise = np.inf
     for r in range(ranks):
@@ -322,7 +329,7 @@ def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -
         left, last = 2 * (ranks - 1 - r), r == ranks - 1
         for x in range(layers + 1):
             for y in range(x + 2 + left, layers + 1):
-                if not reached[r, x, y]:
+                if not came[r, x, y]:
                     continue
                 for a in range(x + 1, y):
                     first = sums[a] - sums[x]
@@ -349,54 +356,14 @@ def _reach_inwards(problem: Problem, flow: Flow, limit: float, reached: Bytes) -
                         if time > limit:
                             rise = min(rise, time)
                         elif last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
-                            reached[r + 1, a, b] = 1
+                            if came[r + 1, a, b] <= x * (layers + 1):
+                                came[r + 1, a, b] = x * (layers + 1) + y + 1
                         else:
                             rise = min(rise, (sums[b] - sums[a]) / rest)
                         b -= 1
                         if last:
                             break
     return rise
-
-
-@jit()
-def _trace_outwards(
-    problem: Problem, flow: Flow, limit: float, reached: Bytes, end: int, bounds: Ints
-) -> float:
-    """Writes the placement whose inner rank meets at `end`. Returns its largest time."""
-    sums, _, speeds, held, pairs, pair_at, caps = problem
-    layers, ranks = len(sums) - 1, len(speeds)
-    a = b = end
-    bounds[ranks] = end
-    largest = 0.0
-    for r in range(ranks - 1, -1, -1):
-        extended = False
-        for x in range(a - 1, -1, -1):
-            if (sums[a] - sums[x]) / speeds[r] > limit:
-                break
-            for y in range(b + 1, layers + 1):
-                time = (sums[a] - sums[x] + sums[y] - sums[b]) / speeds[r]
-                if time > limit:
-                    break
-                if flow[0]:
-                    time = max(time, flow_time(flow, x, a, b, y) / speeds[r])
-                if (
-                    time <= limit
-                    and reached[r, x, y]
-                    and (
-                        caps.size == 0
-                        or need(held, pairs, pair_at, r, x, a)
-                        + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
-                        <= caps[r]
-                    )
-                ):
-                    extended = True
-                    largest = max(largest, time)
-                    a, b = x, y
-                    break
-            if extended:
-                break
-        bounds[r], bounds[2 * ranks - r] = a, b
-    return largest
 
 
 # -- one schedule under many placements ------------------------------------------------------------

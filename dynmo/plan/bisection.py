@@ -48,7 +48,7 @@ def exact(
     current: Partition | None = None,
     speeds: Sequence[float] | None = None,
     links: Sequence[LinkCost] | None = None,
-    output_bytes: Sequence[int] | None = None,
+    output_bytes: Sequence[int] = (),
 ) -> Partition:
     """Places contiguous layers so that the largest stage time is least (DynMo, section 3.3).
 
@@ -136,12 +136,6 @@ def _memory_tables(memory: MemoryLimits | None, layers: int, stages: int) -> Mem
             np.zeros(1, np.int64),
             np.zeros(0, np.int64),
         )
-    same_layers(len(memory.layers), layers)
-    if memory.stages != stages:
-        raise PartitionError(
-            f"memory limits for {memory.stages} stages, but {stages} in the placement; "
-            "give one limit per stage"
-        )
     rows = [pairs or ((0, 0),) for pairs in memory.resident]
     flat = [pair for pairs in rows for pair in pairs]
     kinds = [
@@ -181,42 +175,20 @@ class Chain:
         memory: MemoryLimits | None = None,
         speeds: Sequence[float] | None = None,
         links: Sequence[LinkCost] | None = None,
-        output_bytes: Sequence[int] | None = None,
+        output_bytes: Sequence[int] = (),
     ) -> None:
-        self.layers, self.ranks, self.memory = len(weights), ranks, memory
+        self.layers, self.ranks = len(weights), ranks
         enough(self.layers, ranks)
         self.sums = np.array(integer_sums(weights), np.int64)
         self.speeds = rank_speeds(speeds, ranks)
-        self.sends = self._sends(math.fsum(weights), links, output_bytes)
+        # Times of sending, [stage, stop]. One column: nothing is sent.
+        self.sends = np.zeros((ranks, 1 if links is None else self.layers + 1))
+        for boundary, link in enumerate(links or ()):
+            self.sends[boundary, 1:] = [link.seconds(size) for size in output_bytes]
+        total = math.fsum(weights)
+        self.sends *= int(self.sums[-1]) / total if total else 1.0
         self.memory_tables = _memory_tables(memory, self.layers, ranks)
         self.tables = (self.sums, self.speeds, self.sends, *self.memory_tables)
-
-    def _sends(
-        self, total: float, links: Sequence[LinkCost] | None, output_bytes: Sequence[int] | None
-    ) -> Floats:
-        """Times of sending, [stage, stop]."""
-        if links is None and output_bytes is None:
-            return np.zeros((self.ranks, 1))
-        if links is None or output_bytes is None:
-            raise PartitionError(
-                "a link's time needs both the links and output_bytes; give both or neither"
-            )
-        if len(links) != self.ranks - 1:
-            raise PartitionError(
-                f"{len(links)} links for {self.ranks} ranks; "
-                f"give {self.ranks - 1}, one per boundary"
-            )
-        same_layers(len(output_bytes), self.layers)
-        seconds = np.zeros((self.ranks, self.layers + 1))
-        for boundary, link in enumerate(links):
-            seconds[boundary, 1:] = [link.seconds(size) for size in output_bytes]
-        for boundary, row in enumerate(seconds):
-            if not (np.isfinite(row) & (row >= 0)).all():
-                raise PartitionError(
-                    f"boundary {boundary} takes {row.max()} s; "
-                    "a link's time is a number of at least 0"
-                )
-        return seconds * (int(self.sums[-1]) / total) if total else seconds
 
     def wanted(self, current: Partition | None) -> Sequence[int]:
         """The boundaries of `current`, or those nearest to equal shares of the load."""
@@ -241,7 +213,7 @@ class Chain:
             feasible, value = self.probe(trial)
             low, high = (low, value) if feasible else (value, high)
             if low == math.inf:
-                raise NoRoomError(self.no_memory())
+                raise NoRoomError(f"no {self.ranks} stages of {self.layers} layers fit the memory")
             middle = (low + high) / 2 if high < math.inf else low * (1 + share)
             trial, share = middle if low < middle < high else low, 2 * share
         return float(high)
@@ -291,30 +263,10 @@ class Chain:
         kernels.nearest(self.tables, bottleneck, low, reached, wanted, bounds)
         return bounds
 
-    def no_memory(self) -> str:
-        """Says why no placement fits, by filling the stages in order as far as memory goes."""
-        memory = self.memory
-        assert memory is not None, "without memory limits a placement always exists"
-        start = stop = stage = 0
-        for stage in range(self.ranks):
-            start, last = stop, self.layers - (self.ranks - 1 - stage)
-            while stop < last and memory.fits(stage, start, stop + 1):
-                stop += 1
-            if stop == start:
-                break
-        stop = self.layers if stage == self.ranks - 1 else start + 1
-        held = f"layers {start}..{stop - 1}" if stop > start + 1 else f"layer {start}"
-        return (
-            f"stage {stage} cannot hold {held} once the stages before it are full: "
-            f"{memory.need(stage, start, stop)} bytes needed, the limit is "
-            f"{memory.limits[stage]}; use more ranks, a larger limit, a smaller microbatch or a "
-            "schedule that keeps less"
-        )
-
 
 # -- several stages per rank -----------------------------------------------------------------------
 
-_STATES = 30_000_000  # bytes of the search through a V
+_STATES = 30_000_000  # of the search through a V, four bytes each
 _KICKS = 8_000_000  # restarts of the iterated descent, times the stages cubed
 _NO_FLOW: kernels.Flow = (0, 0.0, np.zeros((3, 1)))
 # A microbatch's way through the V takes some multiple of the time that it takes without waiting.
@@ -345,15 +297,8 @@ def chunked(
         PartitionError: There are fewer layers than stages, a number is negative or not finite, or
             nothing is found that fits.
     """
-    stages, ranks = len(stage_ranks), max(stage_ranks, default=-1) + 1
-    if sorted(set(stage_ranks)) != list(range(ranks)) or not ranks:
-        raise PartitionError(
-            f"placement {list(stage_ranks)} must name the ranks 0 to {ranks - 1}, each at least "
-            "once"
-        )
+    stages, ranks = len(stage_ranks), max(stage_ranks) + 1
     enough(len(weights), stages)
-    if current is not None:
-        same_layers(current.layers, len(weights))
     rates = rank_speeds(speeds, ranks)
     if stages == ranks:
         own = rates[list(stage_ranks)].tolist()
@@ -429,20 +374,20 @@ class _Flow:
     def solve(self, microbatches: int, stretch: float) -> tuple[Partition | None, float]:
         """Finds a placement of nearly the least time, and a time that none is below."""
         tables, stages = self.chunks.tables, self.chunks.stages
-        reached = np.zeros((stages // 2 + 1, *[len(self.chunks.sums)] * 2), np.uint8)
+        came = np.zeros((stages // 2 + 1, *[len(self.chunks.sums)] * 2), np.int32)
         bounds = np.zeros(stages + 1, np.int64)
         bounds[-1] = len(self.chunks.weights)
         flow: kernels.Flow = (microbatches, stretch, self.ways)
         step, growth, most, halvings = _RISE
         low, trial = self.least, self.least * (1 + 1e-12)
-        while not kernels.nested(tables, flow, trial, reached, bounds)[0]:
+        while not kernels.nested(tables, flow, trial, came, bounds)[0]:
             low, trial = trial, self.least * (1 + step)
             if step > most:
                 return None, low / self.unit
             step *= growth
         for _ in range(halvings):
             trial_bounds, middle = bounds.copy(), (low + trial) / 2
-            if kernels.nested(tables, flow, middle, reached, trial_bounds)[0]:
+            if kernels.nested(tables, flow, middle, came, trial_bounds)[0]:
                 bounds, trial = trial_bounds, middle
             else:
                 low = middle
@@ -458,18 +403,14 @@ class _Chunks:
         memory: MemoryLimits | None,
         rates: Floats,
     ) -> None:
-        self.weights, self.stage_ranks, self.memory = weights, stage_ranks, memory
+        self.weights, self.stage_ranks = weights, stage_ranks
         self.stages, self.ranks = len(stage_ranks), len(rates)
         self.sums, self.speeds = np.array(integer_sums(weights), np.int64), rates
-        held, pairs, pair_at, _ = _memory_tables(memory, len(weights), self.stages)
-        self.caps: list[int] = []
-        if memory is not None:
-            of_rank = [
-                [x for x, r in zip(memory.limits, stage_ranks, strict=True) if r == rank]
-                for rank in range(self.ranks)
-            ]
-            self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
-        rank_of, caps = np.array(stage_ranks, np.int64), np.array(self.caps, np.int64)
+        held, pairs, pair_at, limits = _memory_tables(memory, len(weights), self.stages)
+        rank_of = np.array(stage_ranks, np.int64)
+        caps = np.array(
+            [limits[rank_of == rank].min() for rank in range(self.ranks) if limits.size], np.int64
+        )
         self.tables = (self.sums, rank_of, self.speeds, held, pairs, pair_at, caps)
 
     def solve(self, current: Partition | None) -> Partition:
@@ -482,33 +423,33 @@ class _Chunks:
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
             kicks = min(1000, max(20, _KICKS // self.stages**3))
-            best, over = kernels.wander(self.tables, bounds, kicks, floor)
+            over, best, _ = kernels.wander(self.tables, bounds, kicks, floor)
             best = math.inf if over else best
         if best == math.inf:
-            raise NoRoomError(self.no_memory())
+            raise NoRoomError(f"no {self.stages} stages of {self.ranks} ranks fit the memory")
         if current is not None and current.stages == self.stages:
-            largest, _, over = self.evaluate_bounds(current.bounds)
+            over, largest, _ = self.evaluate_bounds(current.bounds)
             if largest <= best and not over:
                 return current
         return Partition.from_bounds(bounds.tolist())
 
-    def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
+    def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[int, float, float]:
         return kernels.evaluate_bounds(
             self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
         )
 
     def nested(self, bounds: Ints) -> float:
         """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
-        reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
+        came = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.int32)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
-        own, _, over = self.evaluate_bounds(bounds)
+        over, own, _ = self.evaluate_bounds(bounds)
         high = total / float(self.speeds.min()) if over else own
         best = math.inf if over else own
         trial = high if over else (low + high) / 2
         while low < high or best == math.inf:
             trial_bounds = bounds.copy()
-            feasible, value = kernels.nested(self.tables, _NO_FLOW, trial, reached, trial_bounds)
+            feasible, value = kernels.nested(self.tables, _NO_FLOW, trial, came, trial_bounds)
             if feasible:
                 best = high = value
                 bounds[:] = trial_bounds
@@ -518,14 +459,3 @@ class _Chunks:
                 low = value
             trial = (low + high) / 2 if low < (low + high) / 2 < high else low
         return best
-
-    def no_memory(self) -> str:
-        memory = self.memory
-        assert memory is not None, "without memory limits a placement always exists"
-        needs = self.evaluate_bounds(exact(self.weights, self.stages).bounds)[2]
-        return (
-            f"no placement was found that fits {self.stages} stages on {self.ranks} ranks of "
-            f"{min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "
-            f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a "
-            "schedule that keeps less"
-        )
