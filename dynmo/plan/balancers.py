@@ -167,7 +167,7 @@ def diffuse(
     *,
     fits: Fits | None = None,
     links: Sequence[LinkCost] | None = None,
-    output_bytes: Sequence[int] | None = None,
+    output_bytes: Sequence[int] = (),
 ) -> list[Partition]:
     """Path diffusion: per round at most one layer crosses each boundary, to the neighbouring stage.
 
