@@ -120,7 +120,8 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     predicted = {
         name: makespan(name, world.size, microbatches, seconds, link) for name in pipelines
     }
-    predicted["zb-2p"] = zb_2p.schedule_keeper.predict(layers, zb_2p.store.layout.partition).span
+    plan = zb_2p.schedule_keeper.plan(zb_2p.store.layout.partition, layers)
+    predicted["zb-2p"] = plan.timeline.span
     best, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
     work = 3 * seconds * microbatches
     return {
@@ -281,7 +282,7 @@ def own_pipelines(
     def predicted() -> dict[str, float]:
         costs = first.costs()
         return {
-            name: pipeline.schedule_keeper.predict(costs, cuts[name]).makespan
+            name: pipeline.schedule_keeper.plan(cuts[name], costs).timeline.makespan
             for name, pipeline in pipelines.items()
         }
 

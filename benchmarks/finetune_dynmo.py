@@ -82,7 +82,7 @@ class OwnSide:
         """Returns the simulated seconds of all steps, from the seconds of each op."""
         keeper = self.engine.schedule_keeper
         schedule = keeper.on(self.cut)
-        links = keeper.stage_costs(self.costs, self.cut).links
+        links = keeper.plan(self.cut, self.costs).costs.links
         return sum(replayed(schedule, self._everyones(x, schedule), links) for x in self._seconds)
 
     def _everyones(self, own: Mapping[Op, list[float]], schedule: Schedule) -> dict[Op, float]:

@@ -70,7 +70,7 @@ class TimedPipeline:
 
     def makespan(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
         """Returns the simulated seconds of a step of the present schedule without link times."""
-        stages = self.pipeline.schedule_keeper.stage_costs(costs, partition)
+        stages = self.pipeline.schedule_keeper.plan(partition, costs).costs
         schedule = self.pipeline.schedule_keeper.on(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
 
@@ -109,7 +109,8 @@ def balanced(
             seconds[name].append(timed.run_on(partition, steps, schedule))
             costs = pipeline.costs()
             actions.replan(costs)
-            idle[name].append(pipeline.schedule_keeper.predict(costs, partition).idle_ratio)
+            timeline = pipeline.schedule_keeper.plan(partition, costs).timeline
+            idle[name].append(timeline.idle_ratio)
             makespans[name].append(timed.makespan(costs, partition))
     return {
         "static_seconds": median(seconds["static"]),

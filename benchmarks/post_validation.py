@@ -112,10 +112,8 @@ def sleeping_pipeline(
     memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * op.stash)}
     costs = tuple(replace(x, f=op.f, b=op.b, w=op.w, **memory) for x in pipeline.costs())
     Actions(pipeline).replan(costs)
-    predicted = pipeline.schedule_keeper.predict(costs, pipeline.store.layout.partition).length(
-        pipeline.schedule_keeper.objective
-    )
-    return pipeline, predicted
+    plan = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, costs)
+    return pipeline, plan.step
 
 
 def emulated(

@@ -85,9 +85,9 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         ).step
     measured = medians(alternate(sides, rounds, warmup=1))
     predicted = {
-        name: pipeline.schedule_keeper.predict(
-            pipeline.costs(), pipeline.store.layout.partition
-        ).makespan
+        name: pipeline.schedule_keeper.plan(
+            pipeline.store.layout.partition, pipeline.costs()
+        ).timeline.makespan
         for name, pipeline in pipelines.items()
     }
     promised = predicted["zb-h1"] / predicted["plan"]
@@ -120,7 +120,9 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
         targets[name] = balancer("exact")(now.problem, now)
     chosen = min(
         targets,
-        key=lambda name: pipelines[name].schedule_keeper.predict(layers, targets[name]).makespan,
+        key=lambda name: (
+            pipelines[name].schedule_keeper.plan(targets[name], layers).timeline.makespan
+        ),
     )
     return chosen, targets[chosen]
 

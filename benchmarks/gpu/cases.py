@@ -144,8 +144,8 @@ class Run:
             "balanced_seconds": fast,
             "balanced_layers": list(balanced.counts),
             "speedup": even / fast,
-            "ideal": pipeline.schedule_keeper.predict(costs, self.even).makespan
-            / pipeline.schedule_keeper.predict(costs, balanced).makespan,
+            "ideal": pipeline.schedule_keeper.plan(self.even, costs).timeline.makespan
+            / pipeline.schedule_keeper.plan(balanced, costs).timeline.makespan,
             "tokens_per_second": tokens / fast,
         }
 

@@ -193,7 +193,7 @@ def pipelines(
 
 def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, float]:
     """Compares a step with the simulator."""
-    costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.store.layout.partition)
+    costs = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, pipeline.costs()).costs
     simulated = simulate(schedule, costs)
     return {
         "seconds": seconds,

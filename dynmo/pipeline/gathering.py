@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynmo.cost.layer_cost import Forecast, LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.problem import Choice, Kind, Mesh, Problem, Rules, Work
+from dynmo.plan.problem import Choice, Kind, Mesh, Problem, Rules
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import AUTO, shapes_of
@@ -32,9 +31,8 @@ def problem_of(
     options: PipelineOptions,
     engine: Engine,
     costs: tuple[LayerCost, ...],
-    step: int = 0,
-    forecasts: Sequence[Sequence[Forecast]] = (),
-    kind: Kind = "placement",
+    step: int,
+    kind: Kind,
     **known: Any,
 ) -> Problem:
     """Returns what an engine knows before a step. All ranks get the same.
@@ -44,35 +42,27 @@ def problem_of(
         engine: Holds the layers.
         costs: Cost of each layer from all readings.
         step: The next step.
-        forecasts: What each dynamic case expects.
         kind: What is decided on. Other meshes need some link, even if a pipeline has one rank now.
         known: Further fields of `Problem`.
     """
+    scheduled = engine.schedule_keeper.replica(costs, engine.speeds.current).problem
     profile = replace(profile_of(options, engine, costs), microbatch=options.samples)
+    everyone, zero = engine.store.world.everyone, options.zero
     if kind == "placement":  # the replicas stay, and so do their measured shares
-        profile = replace(profile, layers=costs)
-    everyone = engine.store.world.everyone
-    if not profile.links and everyone.size > 1 and kind != "placement":
+        profile, zero = replace(profile, layers=costs), 0
+    elif not profile.links and everyone.size > 1:
         profile = replace(profile, links=tuple(measure_links(everyone, [(0, 1)]).items()))
     rates = [link.bytes_per_second for _, link in profile.links]
-    return Problem(
-        profile,
-        Work(
-            objective=engine.schedule_keeper.objective,
-            post_validation=options.post_validation,
-            chunks=options.chunks,
-            accumulation_groups=engine.store.accumulation_groups,
-            zero=0 if kind == "placement" else options.zero,
-            cost=options.balance.cost,
-            seed=options.seed,
-            step=step,
-            end=options.end,
-        ),
-        speeds=engine.speeds.current,
-        bandwidth=min(rates, default=UNKNOWN_LINK),
-        forecasts=tuple(map(tuple, forecasts)),
-        **known,
+    work = replace(
+        scheduled.work,
+        zero=zero,
+        cost=options.balance.cost,
+        seed=options.seed,
+        step=step,
+        end=options.end,
     )
+    bandwidth = min(rates, default=UNKNOWN_LINK)
+    return replace(scheduled, profile=profile, work=work, bandwidth=bandwidth, **known)
 
 
 def choice_of(options: PipelineOptions, engine: Engine) -> Choice:

@@ -170,8 +170,8 @@ class Rebalancer:
             engine,
             costs,
             step,
-            self._cases.forecasts(step - 1),
             rules.kind,
+            forecasts=tuple(map(tuple, self._cases.forecasts(step - 1))),
             memory_limit=self._memory_limit,
             machines=tuple(machines),
         )

@@ -446,26 +446,15 @@ def pipeline_costs(
 
     There is one link per boundary and one speed per stage. Without links messages take no time.
     """
-    stages = stage_costs(layers, partition.counts)
-    for what, given, count in (
-        ("links", links, partition.stages - 1),
-        ("speeds", speeds, partition.stages),
-    ):
-        if given is not None and len(given) != count:
-            raise PartitionError(
-                f"{len(given)} {what} for {partition.stages} stages; give {count}, one per "
-                + ("boundary" if what == "links" else "stage")
-            )
+    stages, ends = stage_costs(layers, partition.counts), partition.bounds[1:-1]
     if speeds is not None:
         stages = tuple(
             replace(x, f=x.f / v, b=x.b / v, w=x.w / v) for x, v in zip(stages, speeds, strict=True)
         )
-    ends = partition.bounds[1:-1]
-    seconds = (
-        (link.seconds(layers[end - 1].output_bytes) for link, end in zip(links, ends, strict=True))
-        if links is not None
-        else (0.0,) * len(ends)
-    )
+    if links is None:
+        return Costs(stages, (0.0,) * len(ends))
+    sent = (layers[end - 1].output_bytes for end in ends)
+    seconds = (link.seconds(size) for link, size in zip(links, sent, strict=True))
     return Costs(stages, tuple(seconds))
 
 

@@ -75,6 +75,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
         )
         Actions(engine).freeze(range(frozen))
         run = engine.schedule_keeper.plan(partition, costs)
+        engine.schedule_keeper.learn(costs)
         work = Work(Objective.MAKESPAN)
         problem = Problem(Profile(costs, model.names, frozen), work, limit)
         mesh = problem.mesh(ranks, microbatches, name, replicas)
@@ -83,7 +84,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             "case": f"{name} {partition.counts} x {microbatches}, {frozen} frozen, limit {limit}",
             "limited": limit is not None,
             "fits": fits,
-            "run": (str(engine.schedule_keeper.on(partition, costs)), run.caps, run.memory),
+            "run": (str(engine.schedule_keeper.on(partition)), run.caps, run.memory),
         }
         plan = evaluate(problem, Choice(mesh, partition))
         said["plan"] = (str(plan.schedule), plan.caps, plan.memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
+from dynmo.cost.layer_cost import LayerCost, LinkCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.plan.evaluate import Plan, Replica, evaluate, inherent_idle
@@ -18,7 +18,6 @@ from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
-from dynmo.schedule.simulator import Timeline, simulate
 
 # A step's shares of F, B and W that differ by more ask for a new schedule. Noise does not.
 _DRIFT = 0.05
@@ -60,10 +59,9 @@ class ScheduleKeeper:
             agree(self._store.world, str(schedule), "the schedule")
         return schedule
 
-    def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
+    def on(self, partition: Partition) -> Schedule:
         """Returns the schedule of a placement, with the layers that are frozen now."""
-        speeds = self._speeds.current if layers else self.known_speeds
-        return self._replica(layers or self.scheduled, speeds).schedule_on(partition)
+        return self.replica(self.scheduled, self.known_speeds).schedule_on(partition)
 
     @property
     def scheduled(self) -> tuple[LayerCost, ...] | None:
@@ -76,10 +74,10 @@ class ScheduleKeeper:
 
     def plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> Plan:
         """Returns the plan of a placement at these costs."""
-        replica = self._replica(layers, self._speeds.current)
+        replica = self.replica(layers, self._speeds.current)
         return evaluate(replica.problem, Choice(replica.mesh, partition))
 
-    def _replica(self, layers: tuple[LayerCost, ...] | None, speeds: Speeds | None) -> Replica:
+    def replica(self, layers: tuple[LayerCost, ...] | None, speeds: Speeds | None) -> Replica:
         layout, steps = self._store.layout, self._steps
         first, links = self._store.frozen.first_trainable, tuple(self.links.items())
         profile = Profile(layers or (), (), first, links, microbatch=1)
@@ -99,9 +97,6 @@ class ScheduleKeeper:
         costs = recompute_as_workspace(shapes, layout.recomputed)
         return elide(costs, frozen.first_trainable, frozen.layers)
 
-    def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
-
     def inherent_idle(self, kinds: tuple[float, float, float]) -> float | None:
         """Returns the idle ratio if these seconds of F, B and W were even over the stages.
 
@@ -111,7 +106,7 @@ class ScheduleKeeper:
         if not whole:
             return None
         shares = tuple(seconds / whole for seconds in kinds)
-        about = self._replica(self.scheduled, None)
+        about = self.replica(self.scheduled, None)
         if (
             self._inherent is None
             or self._inherent[0] != about
@@ -143,7 +138,3 @@ class ScheduleKeeper:
         frozen = self._store.frozen
         if self.known is not None:
             self.known = elide(self.known, frozen.first_trainable, frozen.layers)
-
-    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
-        """Returns the stages' costs, with the link seconds of the messages between them."""
-        return self._replica(layers, self._speeds.current).costs(layers, partition)
