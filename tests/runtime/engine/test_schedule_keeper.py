@@ -134,7 +134,7 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
         def scheduled(self) -> None:
             return None
 
-        def _replica(self, layers: object, speeds: object) -> Any:
+        def replica(self, layers: object, speeds: object) -> Any:
             return "replica"
 
     monkeypatch.setattr(schedule_keeper, "inherent_idle", idle)
