@@ -208,16 +208,26 @@ def make(
     """
     stage_ranks = stage_ranks_of(name, ranks, chunks)
     check_microbatches(name, ranks, microbatches)
-    made = entry(name)
+    stages, made = len(stage_ranks), entry(name)
+    if not 0 <= first_trainable < stages:
+        raise ScheduleError(
+            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the "
+            "last stage must train"
+        )
     if made.warmup is not None:
         count = chunks_of(name, chunks)
         return by_hand(name, ranks, microbatches, made.warmup, made.splits, count, first_trainable)
     if costs is None:
-        costs = uniform_costs(len(stage_ranks), 1.0, 1.0, 1.0)
-    if len(costs.stages) != len(stage_ranks):
+        costs = uniform_costs(stages, 1.0, 1.0, 1.0)
+    if len(costs.stages) != stages:
         raise ScheduleError(
-            f"{name} on {ranks} ranks has {len(stage_ranks)} stages, but costs are given for "
+            f"{name} on {ranks} ranks has {stages} stages, but costs are given for "
             f"{len(costs.stages)}"
+        )
+    if caps is not None and len(caps) != ranks:
+        raise ScheduleError(
+            f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank (inf: "
+            "none)"
         )
     # Compiled loops take a while to import.
     from dynmo.schedule.automatic.vshape import v_shape

@@ -26,25 +26,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynmo.errors import ScheduleError
 from dynmo.schedule.op import Kind, Op, Schedule
 
 if TYPE_CHECKING:
     from dynmo.schedule.graph import Ints
-
-
-def check_numbers(
-    name: str, ranks: int, microbatches: int, stages: int, first_trainable: int
-) -> None:
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed"
-        )
-    if not 0 <= first_trainable < stages:
-        raise ScheduleError(
-            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the "
-            "last stage must train"
-        )
 
 
 def v_stage_ranks(ranks: int) -> tuple[int, ...]:
@@ -75,7 +60,6 @@ def by_hand(
         first_trainable: The stages before this one run F only.
     """
     stages = ranks * chunks
-    check_numbers(name, ranks, microbatches, stages, first_trainable)
     ahead = [warmup(ranks, microbatches, chunks, rank) for rank in range(ranks)]
     held = [ahead[first_trainable % ranks] - own for own in ahead]
     kinds = (Kind.F, Kind.B, Kind.W) if splits else (Kind.F, Kind.BW)

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 
 from dynmo.errors import ScheduleError
 from dynmo.jit import jit
+from dynmo.schedule.op import Kind, Op
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 F, B, W, BW = range(4)
+_NUMBERS = {kind: number for number, kind in enumerate(Kind)}
 
 
 class Graph(NamedTuple):
@@ -98,13 +100,14 @@ class Order(NamedTuple):
     counts: Ints
 
 
-def make_order(ranks: Sequence[Sequence[tuple[int, int, int]]], stages: int, graph: Graph) -> Order:
-    """Puts the ops of ranks, each (kind, stage, microbatch), into an order in which they can run.
+def make_order(ranks: Sequence[Sequence[Op]], stages: int, graph: Graph) -> Order:
+    """Puts the ops of ranks into an order in which they can run.
 
     Raises:
         ScheduleError: There is no such stage or microbatch.
     """
-    ops = np.array([op for row in ranks for op in row], np.int64).reshape(-1, 3)
+    numbers = [(_NUMBERS[kind], stage, j) for row in ranks for kind, stage, j in row]
+    ops = np.array(numbers, np.int64).reshape(-1, 3)
     # The loops check no bounds.
     if ops.min(initial=0) < 0 or ops[:, 1].max(initial=0) >= stages or graph.lag.min() < 0:
         raise ScheduleError(f"an op is outside the {stages} stages, or credits are negative")

@@ -36,18 +36,12 @@ if TYPE_CHECKING:
 MIN_WIDTH = 32
 
 IDLE, MIXED = ".", "#"
-_LETTER = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "X"}
-_MEANING = {
-    Kind.F: "F forward",
-    Kind.B: "B input gradient",
-    Kind.W: "W weight gradient",
-    Kind.BW: "BW both gradients",
-}
-_STYLE = {
-    Kind.F: "black on cyan",
-    Kind.B: "black on green",
-    Kind.W: "black on yellow",
-    Kind.BW: "black on magenta",
+# Letter of a narrow op, meaning, and background.
+_LOOKS = {
+    Kind.F: ("F", "F forward", "cyan"),
+    Kind.B: ("B", "B input gradient", "green"),
+    Kind.W: ("W", "W weight gradient", "yellow"),
+    Kind.BW: ("X", "BW both gradients", "magenta"),
 }
 
 # Ops with the same mark are drawn alike: a kind, on an even or an odd one of a rank's stages.
@@ -71,14 +65,13 @@ def draw(timeline: Timeline, width: int = 120) -> Text:
     scale = _scale(timeline, columns)
     origin = min(starts[0] for starts in timeline.starts)
     rows = [_row(row, origin, scale, columns) for row in timeline.ranks]
-    used = max(
-        max((i + 1 for i, x in enumerate(row) if x != (IDLE, None)), default=0) for row in rows
-    )
+    used = max((i + 1 for row in rows for i, x in enumerate(row) if x != (IDLE, None)), default=0)
     text = Text(no_wrap=True, overflow="ignore")
     for rank, row in enumerate(rows):
         text.append(f"{rank:>{label}} |")
         for char, mark in row[:used]:
-            text.append(char, None if mark is None else _STYLE[mark[0]] + " italic" * mark[1])
+            style = mark and f"black on {_LOOKS[mark[0]][2]}{' italic' * mark[1]}"
+            text.append(char, style)
         text.append("|\n")
     axis = _axis(timeline.makespan, scale, used) if timeline.makespan else []
     below = [" " * (label + 1) + line for line in axis]
@@ -102,21 +95,19 @@ def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> 
     # First fill each column by the shares of its ops, which is all that can be shown of ops
     # narrower than a column. Then draw the wider ops over it, with labels.
     stages = sorted({span.op.stage for span in spans})
-    odd = {stage: bool(chunk % 2) for chunk, stage in enumerate(stages)}
     filled: list[dict[Kind, float]] = [{} for _ in range(columns)]
-    for op, start, end in spans:
-        left, right = (start - origin) * scale, (end - origin) * scale
+    placed = [(op, (start - origin) * scale, (end - origin) * scale) for op, start, end in spans]
+    for op, left, right in placed:
         for column in range(int(left), min(columns, math.ceil(right))):
             share = min(right, column + 1) - max(left, column)
             filled[column][op.kind] = filled[column].get(op.kind, 0.0) + share
     row = [_column(shares) for shares in filled]
-    for op, start, end in spans:
-        left, right = _round((start - origin) * scale), min(columns, _round((end - origin) * scale))
-        if (end - start) * scale > 1 - 1e-9 and left < right:
-            mark = op.kind, odd[op.stage]
-            row[left:right] = [
-                (char, mark) for char in _cell(op, right - left, len(stages) > 1, odd[op.stage])
-            ]
+    for (op, begin, stop), span in zip(placed, spans, strict=True):
+        left, right = _round(begin), min(columns, _round(stop))
+        if (span.end - span.start) * scale > 1 - 1e-9 and left < right:
+            odd = stages.index(op.stage) % 2 == 1
+            cell = _cell(op, right - left, len(stages) > 1, odd)
+            row[left:right] = [(char, (op.kind, odd)) for char in cell]
     return row
 
 
@@ -131,23 +122,18 @@ def _round(position: float) -> int:
 def _column(shares: dict[Kind, float]) -> _Column:
     kind = max(shares, key=lambda kind: shares[kind], default=Kind.F)
     if shares.get(kind, 0.0) > 0.5 + 1e-6:
-        return _LETTER[kind], (kind, False)
+        return _LOOKS[kind][0], (kind, False)
     return (MIXED, None) if sum(shares.values()) > 0.5 + 1e-6 else (IDLE, None)
-
-
-def _letter(mark: _Mark) -> str:
-    kind, odd = mark
-    return _LETTER[kind].lower() if odd else _LETTER[kind]
 
 
 def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
     """Return the fullest label that fits, never "BW" without a number: it would read as two ops."""
-    short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
+    short, letter = f"{op.kind}{op.microbatch}", _LOOKS[op.kind][0]
+    if odd:
+        short, letter = short.lower(), letter.lower()
     # An op with two numbers can only be read with a space behind it.
-    labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)
-    return next((label for label in labels if len(label) <= width), _letter((op.kind, odd))).ljust(
-        width
-    )
+    labels = (*[f"{op.stage}{op.kind}{op.microbatch} "] * several, short, letter)
+    return next(label for label in labels if len(label) <= width).ljust(width)
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
@@ -171,20 +157,16 @@ def _axis(makespan: float, scale: float, used: int) -> list[str]:
 def _legend(timeline: Timeline, rows: list[list[_Column]], scale: float, width: int) -> list[str]:
     kinds = {span.op.kind for row in timeline.ranks for span in row}
     shown = {char for row in rows for char, _ in row}
-    parts = [_MEANING[kind] for kind in Kind if kind in kinds]
-    if shown & {_LETTER[Kind.BW], _LETTER[Kind.BW].lower()}:
-        parts.append(f"{_LETTER[Kind.BW]} a narrow BW")
-    if any(char.islower() for char in shown):
-        chunks = max(len({span.op.stage for span in row}) for row in timeline.ranks)
-        parts.append(
-            "small letters the upper of a rank's stages"
-            if chunks == 2
-            else "small letters a rank's second, fourth, .. stage"
-        )
-    if MIXED in shown:
-        parts.append(f"{MIXED} several ops in one column")
-    if IDLE in shown:
-        parts.append(f"{IDLE} idle")
+    two = max(len({span.op.stage for span in row}) for row in timeline.ranks) == 2
+    upper = "the upper of a rank's stages" if two else "a rank's second, fourth, .. stage"
+    notes = {
+        "Xx": "X a narrow BW",
+        "fbwx": f"small letters {upper}",
+        MIXED: f"{MIXED} several ops in one column",
+        IDLE: f"{IDLE} idle",
+    }
+    parts = [_LOOKS[kind][1] for kind in Kind if kind in kinds]
+    parts += [note for chars, note in notes.items() if shown & {*chars}]
     if scale:
         parts.append(f"one column is {1 / scale:.4g}")
     return textwrap.wrap(", ".join(parts), width)

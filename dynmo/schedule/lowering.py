@@ -345,15 +345,9 @@ def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     position = _play(
         rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F
     )
-    sent, taken = (
-        Counter(
-            i.channel
-            for row, end in zip(rows, position, strict=True)
-            for i in row[:end]
-            if isinstance(i, kind)
-        )
-        for kind in (Send, Receive)
-    )
+    heads = [i for row, end in zip(rows, position, strict=True) for i in row[:end]]
+    sent = Counter(i.channel for i in heads if isinstance(i, Send))
+    taken = Counter(i.channel for i in heads if isinstance(i, Receive))
     out: list[Program] = []
     for program, row, end in zip(programs, rows, position, strict=True):
         verdict = Verdict(tuple(Begun(c, sent[c], taken[c]) for c in program.incoming))

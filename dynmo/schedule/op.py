@@ -118,9 +118,7 @@ class Schedule:
         """The ops as numbers, for compiled loops."""
         from dynmo.schedule.graph import make_order
 
-        numbers = {kind: number for number, kind in enumerate(Kind)}
-        ranks = [[(numbers[kind], stage, j) for kind, stage, j in row] for row in self.ops]
-        return make_order(ranks, self.stages, self.graph)
+        return make_order(self.ops, self.stages, self.graph)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.stage_ranks) if r == rank)

@@ -148,13 +148,9 @@ def _over(
 
 def _split(schedule: Schedule) -> Schedule:
     """Split every BW into B, then W. No op ends later for it, and both can be moved apart."""
-
-    def parts(op: Op) -> Iterable[Op]:
-        return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
-
-    return replace(
-        schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops)
-    )
+    parts = {kind: (kind,) for kind in Kind} | {Kind.BW: (Kind.B, Kind.W)}
+    rows = ((Op(kind, *op[1:]) for op in row for kind in parts[op.kind]) for row in schedule.ops)
+    return replace(schedule, ops=tuple(map(tuple, rows)))
 
 
 def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:

@@ -74,7 +74,7 @@ from dynmo.schedule.automatic.case import (
     schedule_of,
 )
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import check_numbers, v_stage_ranks
+from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.graph import order_lanes, run_back
 from dynmo.schedule.op import Schedule
 
@@ -138,11 +138,16 @@ def v_shape(
     """Search the shortest V within the memory that its name stands for, and within the caps.
 
     Raises:
-        ScheduleError: A single microbatch does not fit a rank, or a number is out of range. Every
+        ScheduleError: A single microbatch does not fit a rank, or the times are too large. Every
             other case has a schedule.
     """
     m, ranks = microbatches, len(costs.stages) // 2
-    _check(name, costs, m, caps, first_trainable)
+    work = sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links)
+    if not m * work < _LARGEST:
+        raise ScheduleError(
+            f"{name}: the times are so large that their sum is no time any more; choose a larger "
+            "unit"
+        )
     stage_ranks = v_stage_ranks(ranks)
     case = make_case(costs, m, stage_ranks, caps, first_trainable, objective)
     both = case.hold[:ranks] + case.hold[: ranks - 1 : -1]
@@ -165,32 +170,6 @@ def v_shape(
         goal = lower_bound(costs, m, first_trainable, objective, stage_ranks=stage_ranks)
         order = _improve(case, goal * (1 + 1e-12), best, order)
     return schedule_of(name, case, order)
-
-
-def _check(
-    name: str,
-    costs: Costs,
-    microbatches: int,
-    caps: Sequence[float] | None,
-    first_trainable: int,
-) -> None:
-    stages = len(costs.stages)
-    if stages < 2 or stages % 2:
-        raise ScheduleError(
-            f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 "
-            "stages for each rank"
-        )
-    check_numbers(name, stages // 2, microbatches, stages, first_trainable)
-    if caps is not None and len(caps) != stages // 2:
-        raise ScheduleError(
-            f"{name}: {len(caps)} memory limits for {stages // 2} ranks; give one limit per rank"
-        )
-    work = sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links)
-    if not microbatches * work < _LARGEST:
-        raise ScheduleError(
-            f"{name}: the times are so large that their sum is no time any more; choose a larger "
-            "unit"
-        )
 
 
 def _evenly(case: Case) -> NDArray[np.float64]:
@@ -265,13 +244,8 @@ class _Blocks:
         self._wait()
 
     def _lay(self, block: _Block) -> None:
-        shape, interval, unit = (
-            np.array(block[0], np.float64),
-            block[1] * self._work,
-            self._work / 6,
-        )
-        runs = self._runs.copy()
-        core.block(self._case, self._lanes, runs, unit, shape, interval, self._order)
+        shape, runs, work = np.array(block[0], np.float64), self._runs.copy(), self._work
+        core.block(self._case, self._lanes, runs, work / 6, shape, block[1] * work, self._order)
 
     def _play(self) -> float:
         """Return the time of the order, or never if memory forbids it."""
@@ -344,12 +318,10 @@ class _Blocks:
 
         No rank may end later than the rank that ends last, after one more W of its first stage.
         """
-        case, end, took = self._case, self._end, self._case.took
-        ranks, lanes = case.rank_of[np.arange(len(end)) % len(case.rank_of)], np.arange(len(end))
-        began, ended = np.full(len(case.cap), NEVER), np.zeros(len(case.cap))
-        np.minimum.at(began, ranks, (end - took[lanes, None]).min(axis=1))
-        np.maximum.at(ended, ranks, np.where(end < NEVER, end, 0.0).max(axis=1))
-        last = took[2 * len(case.rank_of) + case.held[case.first[:-1]]]
+        case, took, ends = self._case, self._case.took, self._end[self._lanes]
+        began = (ends - took[self._lanes, None]).min(axis=(1, 2))
+        ended = np.where(ends < NEVER, ends, 0.0).max(axis=(1, 2))
+        last = took[4 * len(ended) :][: len(ended)]
         earliest = began.min() if case.whole else began
         rest = last - earliest - (ended + (last - earliest)).max()
         lengths = self._runs.sum(axis=1)

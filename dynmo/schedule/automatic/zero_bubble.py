@@ -42,9 +42,9 @@ from dynmo.schedule.automatic._list_loops import (
     WARM,
 )
 from dynmo.schedule.automatic._zero_bubble_loops import UNLIMITED, polish, search
-from dynmo.schedule.automatic.case import ROUNDING, Case, make_case, schedule_of
+from dynmo.schedule.automatic.case import NEVER, ROUNDING, Case, make_case, schedule_of
 from dynmo.schedule.bounds import Objective, lower_bound
-from dynmo.schedule.generators import check_numbers, in_turn
+from dynmo.schedule.generators import in_turn
 from dynmo.schedule.graph import Ints, first_of
 from dynmo.schedule.op import Schedule
 
@@ -103,12 +103,16 @@ def automatic(
     Each rank has one stage. ZB-1p and ZB-2p are caps of p and 2p forward activations.
 
     Raises:
-        ScheduleError: A single microbatch does not fit a stage, or the number of ranks or
-            microbatches is out of range. Every other case has a schedule.
+        ScheduleError: A single microbatch does not fit a stage. Every other case has a schedule.
     """
     p, m = len(costs.stages), microbatches
-    check_numbers(NAME, p, m, p, first_trainable)
-    _check_limits(costs, caps, first_trainable)
+    for stage, cap in enumerate(caps or ()):
+        need = max(0.0, costs.stages[stage].held) * (stage >= first_trainable)
+        if not need <= cap * ROUNDING:
+            raise ScheduleError(
+                f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "
+                f"{cap:.10g}; a limit of {need:.10g} would fit"
+            )
     case = make_case(costs, m, range(p), caps, first_trainable, objective)
     # Sizes near the largest number would overflow. A power of two changes no digit.
     _, exponent = math.frexp(max(1e-300, case.took.max(), case.delay.max()))
@@ -119,6 +123,7 @@ def automatic(
         took=case.took * unit,
         delay=case.delay * unit,
         change=np.concatenate([hold, stash - hold, -stash]),
+        cap=np.where(np.arange(p) < first_trainable, NEVER, case.cap),
         hold=hold,
         stash=stash,
     )
@@ -134,7 +139,7 @@ def automatic(
         orders = [order[used].astype(np.int64)]
         for lanes, inside, stashed in _by_hand(p, m, first_trainable):
             over = inside * case.hold + stashed * case.stash > case.cap
-            if not over[:, first_trainable:].any():
+            if not over.any():
                 orders.append(lanes[used])
         tries, first = np.stack(orders), first_of(lengths.tolist())
         polish(case, case.delay[None], lead, goal, polish_budget, first, tries)
@@ -153,7 +158,7 @@ def _policies(case: Case) -> tuple[Ints, Ints]:
         feed = np.maximum.accumulate(f)
         way = np.nan_to_num(np.append(trip, 0.0) / np.where(feed > 0, feed, np.inf))
     way = np.minimum(way, 100.0 * m)
-    limited = (np.arange(p) >= case.frozen) & (case.hold > 0) & (case.cap < m * case.hold)
+    limited = (case.hold > 0) & (case.cap < m * case.hold)
     room = np.full(p, m)
     room[limited] = np.maximum(1, case.cap[limited] / case.hold[limited])
     policies = np.empty((len(_STARTS), 4, p), np.int64)
@@ -161,6 +166,7 @@ def _policies(case: Case) -> tuple[Ints, Ints]:
         share = np.ceil(np.minimum(size * way / 100, m)) + more
         by_hand = size * np.arange(p)[::-1] + 1
         policy[WARM] = np.clip(share if style == SHARE_OF_WAY else by_hand, 1, room)
+        policy[WARM, : case.frozen] = m
         policy[[WAIT, PREFER, SAVE]] = np.array(rest)[:, None]
     return policies, room
 
@@ -189,21 +195,3 @@ def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
     """
     share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
     return int(110_000 * share), int(80_000 * share)
-
-
-def _check_limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> None:
-    p = len(costs.stages)
-    if caps is None:
-        return
-    if len(caps) != p:
-        raise ScheduleError(
-            f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)"
-        )
-    for stage in range(p):
-        cost, cap = costs.stages[stage], caps[stage]
-        need = 0.0 if stage < first_trainable else max(0.0, cost.held)
-        if not need <= cap * ROUNDING:
-            raise ScheduleError(
-                f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of "
-                f"{cap:.10g}; a limit of {need:.10g} would fit"
-            )

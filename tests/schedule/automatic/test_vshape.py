@@ -11,6 +11,7 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.catalogue import make
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import from_text, validate
@@ -161,9 +162,7 @@ def test_frozen_prefix_is_short_and_holds_no_memory() -> None:
 @pytest.mark.parametrize(
     ("costs", "options", "message"),
     [
-        (halves(2, 1, 1, 1), {"microbatches": 0}, "0 microbatches"),
         (Costs(halves(2, 1, 1, 1).stages[:3], (0.0, 0.0)), {}, "costs are given for 3"),
-        (Costs((), ()), {}, "costs are given for 0"),
         (halves(2, 1, 1, 1), {"first_trainable": 4}, "first trainable stage 4 of 4"),
         (halves(2, 1, 1, 1), {"caps": [1]}, "1 memory limits for 2 ranks"),
         (halves(2, 1, 1, 1), {"caps": [1, 0.9]}, "rank 1 is 0.9"),
@@ -174,7 +173,7 @@ def test_frozen_prefix_is_short_and_holds_no_memory() -> None:
 )
 def test_bad_requests_are_refused(costs: Costs, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
-        v_shape("zb-v", costs, **{"microbatches": 4, **options})
+        make("zb-v", 2, 4, costs=costs, **options)
 
 
 @given(st.data())

@@ -186,9 +186,8 @@ def test_span_scales_with_the_unit_of_time(p: int, m: int, scale: float) -> None
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"microbatches": 0}, "3 ranks and 0 microbatches"),
         ({"first_trainable": 3}, "first trainable stage 3 of 3"),
-        ({"caps": [1, 2]}, "2 memory limits for 3 stages"),
+        ({"caps": [1, 2]}, "2 memory limits for 3 ranks"),
         ({"caps": [9, 0.5, 9]}, "stage 1 needs 1, over its limit of 0.5"),
         ({"caps": [9, 9, math.nan]}, "stage 2 needs 1, over its limit of nan"),
         ({"caps": [-1, 9, 9]}, "stage 0 needs 1, over its limit of -1"),
@@ -196,7 +195,7 @@ def test_span_scales_with_the_unit_of_time(p: int, m: int, scale: float) -> None
 )
 def test_bad_requests_are_refused(keywords: dict, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        automatic(uniform_costs(3, 1, 1, 1), **{"microbatches": 4, **keywords})
+        make("zb-auto", 3, 4, **keywords)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
