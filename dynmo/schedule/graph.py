@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 
 from dynmo.errors import ScheduleError
 from dynmo.jit import jit
-from dynmo.schedule.op import Kind, Op
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 F, B, W, BW = range(4)
-_NUMBERS = {kind: number for number, kind in enumerate(Kind)}
+_NUMBERS = {"F": F, "B": B, "W": W, "BW": BW}
 
 
 class Graph(NamedTuple):
@@ -100,7 +99,7 @@ class Order(NamedTuple):
     counts: Ints
 
 
-def make_order(ranks: Sequence[Sequence[Op]], stages: int, graph: Graph) -> Order:
+def make_order(ranks: Sequence[Sequence[tuple[str, int, int]]], stages: int, graph: Graph) -> Order:
     """Puts the ops of ranks into an order in which they can run.
 
     Raises:
