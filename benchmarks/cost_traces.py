@@ -17,7 +17,6 @@ from pathlib import Path
 
 from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
 from dynmo.cost.profile_file import Profile
-from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.placement import place
@@ -183,8 +182,6 @@ def best(
 ) -> Partition:
     """Searches the placement with the shortest makespan. `link` is the time of a message."""
     mesh = Mesh(ranks, 1, microbatches, 1, schedule)
-    # A search goes on from the present placement. Without one, that is the least bottleneck.
-    current = current or exact([x.seconds for x in layers], ranks)
     return place(problem_of(layers, link), mesh, current).partition
 
 

@@ -60,11 +60,14 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 
 
 @jit()
-def fits(
+def full(
     held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int
 ) -> bool:
-    """`MemoryLimits.fits`."""
-    return caps.size == 0 or need(held, pairs, pair_at, stage, start, stop) <= caps[stage]
+    """Tells whether a stage needs more than its cap.
+
+    Callers ask only if there are caps, because a call takes longer than the rest of a loop.
+    """
+    return need(held, pairs, pair_at, stage, start, stop) > caps[stage]
 
 
 @jit()
@@ -83,7 +86,7 @@ def floors(chain: Chain, limit: float, low: Ints) -> float:
             if time > limit:
                 rise = min(rise, time)
                 break
-            if not fits(held, pairs, pair_at, caps, stage, start - 1, stop):
+            if caps.size and full(held, pairs, pair_at, caps, stage, start - 1, stop):
                 break
             start -= 1
         low[stage] = start
@@ -109,14 +112,16 @@ def reach(chain: Chain, limit: float, low: Ints, reached: Bytes) -> float:
                     start = at
                 at += 1
             time = (sums[stop] - sums[start]) / speeds[stage]
-            full = time > limit or not fits(held, pairs, pair_at, caps, stage, start, stop)
-            if not full and sends.shape[1] > 1:
+            over = time > limit or (
+                caps.size > 0 and full(held, pairs, pair_at, caps, stage, start, stop)
+            )
+            if not over and sends.shape[1] > 1:
                 time += sends[stage, stop]
             if time > limit:
                 rise = min(rise, time)
-            if full and start == last:
+            if over and start == last:
                 break
-            if not full and time <= limit:
+            if not over and time <= limit:
                 reached[stage + 1, stop] = 1
                 latest = stop
                 if earliest < 0:
@@ -141,13 +146,49 @@ def nearest(
         for start in range(stop - 1, low[stage] - 1, -1):
             if (sums[stop] - sums[start]) / speeds[stage] + send > limit:
                 break
-            if not fits(held, pairs, pair_at, caps, stage, start, stop):
+            if caps.size and full(held, pairs, pair_at, caps, stage, start, stop):
                 break
             near = abs(start - wanted[stage]) < abs(best - wanted[stage])
             if reached[stage, start] and (best < 0 or near):
                 best = start
         bounds[stage] = best
     bounds[0] = 0
+
+
+@jit()
+def evenest(
+    chain: Chain, limit: float, low: Ints, reached: Bytes, width: int, bounds: Ints
+) -> None:
+    """Finds the placement whose squared times have the least sum, by dynamic programming.
+
+    Stage s starts with one of `width` layers from low[s] on. Times are rounded, so that equal ones
+    have equal sums in any order. Squared numbers of layers decide between these.
+    """
+    sums, speeds, sends, held, pairs, pair_at, caps = chain
+    stages, layers = len(speeds), len(sums) - 1
+    squares = np.full((stages + 1, width), np.inf)
+    starts = np.zeros((stages + 1, width), np.int64)
+    squares[0, 0] = 0.0
+    scale = 2**17 / limit if limit else 0.0
+    for stage in range(stages):
+        for i in range(min(width, layers + 1 - low[stage + 1])):
+            stop = low[stage + 1] + i
+            if not reached[stage + 1, stop]:
+                continue
+            send = sends[stage, stop] if sends.shape[1] > 1 else 0.0
+            for start in range(min(stop, low[stage] + width) - 1, low[stage] - 1, -1):
+                time = (sums[stop] - sums[start]) / speeds[stage] + send
+                if time > limit or (
+                    caps.size > 0 and full(held, pairs, pair_at, caps, stage, start, stop)
+                ):
+                    break
+                square = round(time * scale) ** 2 + ((stop - start) / 128) ** 2
+                total = squares[stage, start - low[stage]] + square
+                if total <= squares[stage + 1, i]:
+                    squares[stage + 1, i], starts[stage + 1, i] = total, start
+    bounds[stages] = layers
+    for stage in range(stages, 0, -1):
+        bounds[stage - 1] = starts[stage, bounds[stage] - low[stage]]
 
 
 @jit()

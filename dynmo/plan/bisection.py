@@ -21,7 +21,6 @@ placement is a hard problem. An iterated descent then finds a good answer, and n
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,6 +37,7 @@ from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 
 _BITS = 52  # of all weights together, so that loads are exact in a float
+_TRANSITIONS = 2_500_000  # of the search for even stages: some milliseconds
 
 
 def exact(
@@ -59,8 +59,8 @@ def exact(
 
     Many placements have the least bottleneck. The one whose boundaries are nearest to those of
     `current` is returned, which is `current` itself if it is one of them. The last boundary is
-    chosen first. Without `current` the boundaries are near to equal shares, and the stages' times
-    as even as single moves make them.
+    chosen first. Without `current` it is the evenest one: the sum of its stages' squared times is
+    the least.
 
     Weights that are not small integers count in units of 2^-52 of their sum.
 
@@ -69,8 +69,7 @@ def exact(
             placement fits `memory`.
     """
     chain = Chain(weights, ranks, memory, speeds, links, output_bytes)
-    placed = chain.placed(chain.least(), chain.wanted(current))
-    return placed if current is not None or links is not None else chain.evened(placed)
+    return chain.placed(chain.least(), chain.wanted(current))
 
 
 def ties(
@@ -81,17 +80,15 @@ def ties(
     current: Partition | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[Partition]:
-    """Some of the placements with the least largest stage time, all different.
+    """Some of the placements with the least largest stage time.
 
-    One is nearest to `current`, as of `exact`. Of the others one has stages as even as can be, one
-    is filled from the front, and one from the back.
+    The first is nearest to `current`, as of `exact`. The others are the evenest one, one filled
+    from the front, and one from the back.
     """
     chain, layers = Chain(weights, ranks, memory, speeds), len(weights)
     bottleneck = chain.least()
-    found = [] if current is None else [chain.placed(bottleneck, chain.wanted(current))]
-    found.append(chain.evened(chain.placed(bottleneck, chain.wanted(None))))
-    found += [chain.placed(bottleneck, (end,) * (ranks + 1)) for end in (layers, 0)]
-    return list(dict.fromkeys(found))
+    wanted = (chain.wanted(current), None, (layers,) * (ranks + 1), (0,) * (ranks + 1))
+    return [chain.placed(bottleneck, x) for x in wanted]
 
 
 def integer_sums(weights: Sequence[float]) -> list[int]:
@@ -190,14 +187,10 @@ class Chain:
         self.memory_tables = _memory_tables(memory, self.layers, ranks)
         self.tables = (self.sums, self.speeds, self.sends, *self.memory_tables)
 
-    def wanted(self, current: Partition | None) -> Sequence[int]:
-        """The boundaries of `current`, or those nearest to equal shares of the load."""
+    def wanted(self, current: Partition | None) -> Sequence[int] | None:
         if current is not None:
             same_layers(current.layers, self.layers)
-            if current.stages == self.ranks:
-                return current.bounds
-        ends: list[float] = (np.cumsum(self.speeds) / self.speeds.sum() * self.sums[-1]).tolist()
-        return [0, *(bisect_left(self.sums, end) for end in ends)]
+        return None if current is None or current.stages != self.ranks else current.bounds
 
     def least(self) -> float:
         """The least bottleneck, by bisection between values that placements truly have.
@@ -236,18 +229,19 @@ class Chain:
         sends = self.sends[np.arange(self.ranks), bounds[1:] if self.sends.shape[1] > 1 else 0]
         return True, float((np.diff(self.sums[bounds]) / self.speeds + sends).max())
 
-    def placed(self, bottleneck: float, wanted: Sequence[int]) -> Partition:
-        """The placement within a bottleneck whose boundaries are nearest to `wanted`."""
-        low, reached, _ = self._reach(bottleneck)
-        wanted_bounds = np.array(wanted, np.int64)
-        return Partition.from_bounds(
-            self._nearest(bottleneck, low, reached, wanted_bounds).tolist()
-        )
+    def placed(self, bottleneck: float, wanted: Sequence[int] | None) -> Partition:
+        """The placement within a bottleneck whose boundaries are nearest to `wanted`.
 
-    def evened(self, partition: Partition) -> Partition:
-        """Moves layers while the sum of squared times falls, and the bottleneck does not rise."""
-        bounds, ranks = np.array(partition.bounds, np.int64), np.arange(self.ranks)
-        kernels.descend((self.sums, ranks, self.speeds, *self.memory_tables), bounds)
+        None: the evenest one near equal shares of the load.
+        """
+        low, reached, _ = self._reach(bottleneck)
+        shares = np.cumsum(self.speeds) / self.speeds.sum() * self.sums[-1]
+        near = np.searchsorted(self.sums, [0, *shares]) if wanted is None else np.array(wanted)
+        bounds = self._nearest(bottleneck, low, reached, near)
+        if wanted is None:
+            half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)
+            low, width = np.maximum(low, bounds - half), min(2 * half, self.layers) + 1
+            kernels.evenest(self.tables, bottleneck, low, reached, width, bounds)
         return Partition.from_bounds(bounds.tolist())
 
     def _reach(self, bottleneck: float) -> tuple[Ints, Bytes, float]:

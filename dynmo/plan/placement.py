@@ -153,6 +153,8 @@ class _Search:
         self.replica, self.recomputed = replica, recomputed
         self.stage_ranks, self.ranks = replica.stage_ranks, replica.mesh.pipeline
         self.stages, self.rank_of = len(self.stage_ranks), np.array(self.stage_ranks, np.int64)
+        # Layers that are nowhere yet count as placed evenly, but need not stay near.
+        self.anew = current is None and replica.problem.profile.partition is None
         if current is None or current.stages != self.stages:
             current = replica.current
         self.current = current
@@ -313,6 +315,8 @@ class _Search:
             current=self.current,
             speeds=self.speeds,
         )
+        if self.anew:
+            found = [*found[1:], found[0]]
         sizes, links = [layer.output_bytes for layer in self.layers], self.replica.links
         if any(link.seconds(size) for link in links for size in sizes):
             found.append(
