@@ -147,7 +147,9 @@ class Actions:
         check_partition(partition)
         store = self._pending.final
         world, before = store.world, store.layout
-        layout = self.engine.layouts.moved(before, partition, schedule)
+        layout = self.engine.layouts.make(
+            *before.shape, before.microbatches, partition, schedule or before.schedule
+        )
         plan = moves_between_ranks(before.partition, partition, before.processes, layout.processes)
         places = [(each.schedule, each.partition.counts) for each in (before, layout)]
         agree(world, places, "the new placement")
@@ -193,7 +195,12 @@ class Actions:
                 "replicas that share experts (parallel.expert) cannot be reshaped; make another "
                 "pipeline"
             )
-        layout = self.engine.layouts.reshaped(before, pipeline, data, partition)
+        if pipeline * data != everyone.size:
+            raise ConfigError(
+                f"{everyone.size} ranks cannot be {data} replicas of {pipeline} ranks; pipeline x "
+                "replicas must be all ranks"
+            )
+        layout = self.engine.layouts.resized(before, pipeline, data, partition)
         agree(everyone, (pipeline, data, layout.partition.counts), "the new mesh")
         after = holders(layout.partition, layout.stage_ranks, data)
         plan = transfers(holders(before.partition, before.stage_ranks, before.replicas), after)

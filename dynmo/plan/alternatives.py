@@ -177,13 +177,10 @@ def plan_or_suggest(problem: Problem, mesh: Mesh, allowed: Allowed) -> Plan:
 
 
 def _layers_of(plan: Plan, rank: int) -> str:
-    ranges = [
-        plan.partition.range_of(stage)
-        for stage, holder in enumerate(plan.stage_ranks)
-        if holder == rank
-    ]
+    stages = (stage for stage, holder in enumerate(plan.stage_ranks) if holder == rank)
     return " and ".join(
-        f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}" for own in ranges
+        f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}"
+        for own in map(plan.partition.range_of, stages)
     )
 
 
@@ -375,9 +372,8 @@ def _row(options: RankOptions, resized: RankOptions | None, ranks: int) -> RankR
     retuned = None if resized is None else resized.find(ranks)
     try:
         plan = options.plan(ranks)
-    except NoMeshFitsError as error:
-        return RankRow(ranks, None, error.shortage, retuned)
     except InputError as error:
-        return RankRow(ranks, None, str(error), retuned)
+        why = error.shortage if isinstance(error, NoMeshFitsError) else str(error)
+        return RankRow(ranks, None, why, retuned)
     slower = retuned is None or retuned.seconds >= plan.seconds
     return RankRow(ranks, plan, None, plan if retuned is not None and slower else retuned)

@@ -21,8 +21,7 @@ placement is a hard problem. An iterated descent then finds a good answer, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import final
 
@@ -31,7 +30,7 @@ import numpy as np
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.plan import _kernels as kernels
-from dynmo.plan._kernels import Bytes, Floats, Ints, Memory
+from dynmo.plan._kernels import Bytes, Floats, Ints, Memory, Origins
 from dynmo.plan.partition import Partition, enough, same_layers
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
@@ -314,10 +313,7 @@ def flowing(
     first F and the last F of rank 0. There is one placement for each assumption about how long a
     microbatch's way takes. The best of them is found by simulation.
     """
-    flow = _Flow.of(layers, stage_ranks, memory, speeds)
-    if flow is None:
-        return []
-    found = [flow.solve(microbatches, stretch)[0] for stretch in _STRETCHES]
+    found = [x for x, _ in _flows(layers, stage_ranks, microbatches, _STRETCHES, memory, speeds)]
     return [partition for partition in dict.fromkeys(found) if partition is not None]
 
 
@@ -328,64 +324,46 @@ def flow_bound(layers: Sequence[LayerCost], ranks: int, microbatches: int) -> fl
         PartitionError: There are fewer layers than stages, or too many for the search.
     """
     enough(len(layers), 2 * ranks)
-    flow = _Flow.of(layers, v_stage_ranks(ranks), None, None)
-    if flow is None:
-        raise PartitionError(f"{len(layers)} layers on {ranks} ranks are too many to bound")
-    return microbatches * flow.solve(microbatches, 1.0)[1]
+    for _, bound in _flows(layers, v_stage_ranks(ranks), microbatches, (1.0,)):
+        return microbatches * bound
+    raise PartitionError(f"{len(layers)} layers on {ranks} ranks are too many to bound")
 
 
-@final
-@dataclass(frozen=True)
-class _Flow:
-    """`least` is the least load. `ways` is in the same unit, of which a second has `unit`."""
-
-    chunks: _Chunks
-    least: float
-    ways: Floats
-    unit: float
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[LayerCost],
-        stage_ranks: Sequence[int],
-        memory: MemoryLimits | None,
-        speeds: Sequence[float] | None,
-    ) -> _Flow | None:
-        ranks, weights = max(stage_ranks) + 1, [layer.seconds for layer in layers]
-        size = (ranks + 1) * (len(layers) + 1) ** 2
-        if tuple(stage_ranks) != v_stage_ranks(ranks) or size > _STATES:
-            return None
-        chunks = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, ranks))
-        least = chunks.nested(np.array(exact(weights, chunks.stages).bounds, np.int64))
-        if not 0 < least < math.inf:
-            return None
-        unit = int(chunks.sums[-1]) / math.fsum(weights)
-        ways = np.zeros((3, len(layers) + 1))
-        ways[:, 1:] = unit * np.cumsum([[getattr(x, key) for x in layers] for key in "fbw"], 1)
-        return cls(chunks, least, ways, unit)
-
-    def solve(self, microbatches: int, stretch: float) -> tuple[Partition | None, float]:
-        """Finds a placement of nearly the least time, and a time that none is below."""
-        tables, stages = self.chunks.tables, self.chunks.stages
-        came = np.zeros((stages // 2 + 1, *[len(self.chunks.sums)] * 2), np.int32)
-        bounds = np.zeros(stages + 1, np.int64)
-        bounds[-1] = len(self.chunks.weights)
-        flow: kernels.Flow = (microbatches, stretch, self.ways)
+def _flows(
+    layers: Sequence[LayerCost],
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    stretches: Iterable[float],
+    memory: MemoryLimits | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Iterator[tuple[Partition | None, float]]:
+    """Yields a placement of nearly the least time, and seconds that none is below."""
+    weights = [layer.seconds for layer in layers]
+    chunks = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, max(stage_ranks) + 1))
+    if not chunks.is_small_v:
+        return
+    least = chunks.nested(np.array(exact(weights, chunks.stages).bounds, np.int64))
+    if not 0 < least < math.inf:
+        return
+    # In the unit of the loads, of which a second has `unit`.
+    unit, ways = int(chunks.sums[-1]) / math.fsum(weights), np.zeros((3, len(layers) + 1))
+    ways[:, 1:] = unit * np.cumsum([[getattr(x, key) for x in layers] for key in "fbw"], 1)
+    came, bounds = chunks.states(), np.zeros(chunks.stages + 1, np.int64)
+    bounds[-1] = len(layers)
+    for stretch in stretches:
+        flow: kernels.Flow = (microbatches, stretch, ways)
         step, growth, most, halvings = _RISE
-        low, trial = self.least, self.least * (1 + 1e-12)
-        while not kernels.nested(tables, flow, trial, came, bounds)[0]:
-            low, trial = trial, self.least * (1 + step)
-            if step > most:
-                return None, low / self.unit
+        low, trial, placed = least, least * (1 + 1e-12), True
+        while placed and not kernels.nested(chunks.tables, flow, trial, came, bounds)[0]:
+            low, trial, placed = trial, least * (1 + step), step <= most
             step *= growth
-        for _ in range(halvings):
+        for _ in range(halvings if placed else 0):
             trial_bounds, middle = bounds.copy(), (low + trial) / 2
-            if kernels.nested(tables, flow, middle, came, trial_bounds)[0]:
+            if kernels.nested(chunks.tables, flow, middle, came, trial_bounds)[0]:
                 bounds, trial = trial_bounds, middle
             else:
                 low = middle
-        return Partition.from_bounds(bounds.tolist()), low / self.unit
+        yield Partition.from_bounds(bounds.tolist()) if placed else None, low / unit
 
 
 @final
@@ -409,10 +387,7 @@ class _Chunks:
 
     def solve(self, current: Partition | None) -> Partition:
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
-        if (
-            tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
-            and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
-        ):
+        if self.is_small_v:
             best = self.nested(bounds)
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
@@ -427,6 +402,15 @@ class _Chunks:
                 return current
         return Partition.from_bounds(bounds.tolist())
 
+    @property
+    def is_small_v(self) -> bool:
+        """Whether it is a V with few enough states for an exact search."""
+        is_v = tuple(self.stage_ranks) == v_stage_ranks(self.ranks)
+        return is_v and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
+
+    def states(self) -> Origins:
+        return np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.int32)
+
     def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[int, float, float]:
         return kernels.evaluate_bounds(
             self.tables, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
@@ -434,7 +418,7 @@ class _Chunks:
 
     def nested(self, bounds: Ints) -> float:
         """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
-        came = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.int32)
+        came = self.states()
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
         over, own, _ = self.evaluate_bounds(bounds)

@@ -256,37 +256,8 @@ class Layouts:
             recompute = recompute(
                 partition, full_schedule(schedule, ranks, microbatches, self.chunks), replicas
             )
-        return Layout(
-            schedule,
-            ranks,
-            replicas,
-            microbatches,
-            partition,
-            stage_ranks,
-            frozenset(recompute),
-            self.sliced,
-        )
-
-    def moved(self, layout: Layout, partition: Partition, schedule: str | None = None) -> Layout:
-        """The same ranks with the layers elsewhere. `schedule` is another one to run."""
-        schedule = schedule or layout.schedule
-        return self.make(layout.ranks, layout.replicas, layout.microbatches, partition, schedule)
-
-    def reshaped(
-        self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None
-    ) -> Layout:
-        """The same ranks and the same batch, as another mesh.
-
-        Raises:
-            InputError: The mesh has another number of ranks, or as `resized`.
-        """
-        everyone = layout.ranks * layout.replicas
-        if ranks * replicas != everyone:
-            raise ConfigError(
-                f"{everyone} ranks cannot be {replicas} replicas of {ranks} ranks; pipeline x "
-                "replicas must be all ranks"
-            )
-        return self.resized(layout, ranks, replicas, partition)
+        recomputed, sizes = frozenset(recompute), (ranks, replicas, microbatches)
+        return Layout(schedule, *sizes, partition, stage_ranks, recomputed, self.sliced)
 
     def resized(
         self,

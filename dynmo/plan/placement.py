@@ -25,7 +25,6 @@ from typing import final
 
 import numpy as np
 
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, ScheduleError
 from dynmo.plan._kernels import promising, replay
 from dynmo.plan.bisection import chunked, exact, flowing, ties
@@ -125,7 +124,7 @@ def recomputing(replica: Replica, free: Plan) -> Plan:
     # With all layers recomputed, the schedule that is made for the memory keeps less than the free
     # one. It may then give layers back.
     for _ in range(2):
-        account = partial(_account, replica, partition, schedule)
+        account = partial(replica.memory, partition=partition, schedule=schedule)
         try:
             chosen = choose_recomputed(replica.layers, partition, schedule, account, replica.limits)
         except NoRoomError:
@@ -137,12 +136,6 @@ def recomputing(replica: Replica, free: Plan) -> Plan:
     if all(plan.beyond for plan in plans):  # the schedule of the chosen layers keeps more
         plans.append(evaluate(replica.problem, Choice(replica.mesh, partition, every)))
     return min(plans, key=lambda plan: plan.rank)
-
-
-def _account(
-    replica: Replica, partition: Partition, schedule: Schedule, layers: tuple[LayerCost, ...]
-) -> tuple[int, ...]:
-    return replica.memory(layers, partition, schedule)
 
 
 @final

@@ -34,7 +34,7 @@ def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tupl
     for index in chosen:
         layer = layers[index]
         if layer.b or layer.w:
-            kept = min(layer.activation_bytes, _input_bytes(layers, index))
+            kept = min(layer.activation_bytes, layers[max(0, index - 1)].output_bytes)
             out[index] = replace(_keeping(layer, kept), b=layer.b + layer.f)
     return tuple(out)
 
@@ -62,10 +62,6 @@ def recompute_as_workspace(
     if 0 in chosen:  # the first layer keeps a part of the batch, which is there anyway
         recomputed[0] = _keeping(recomputed[0], 0)
     return tuple(recomputed)
-
-
-def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
-    return layers[max(0, index - 1)].output_bytes
 
 
 Memory = Callable[[tuple[LayerCost, ...]], tuple[int, ...]]
@@ -97,10 +93,6 @@ def choose_recomputed(
     """
     every = with_recompute(layers, range(len(layers)))
     saved = [a.activation_bytes - b.activation_bytes for a, b in zip(layers, every, strict=True)]
-    left: dict[int, list[int]] = {rank: [] for rank in range(schedule.ranks)}
-    for index, bytes_saved in enumerate(saved):
-        if bytes_saved:
-            left[schedule.stage_ranks[partition.owner(index)]].append(index)
     for rank, (least, most) in enumerate(zip(memory(every), limits, strict=True)):
         if least > most:
             raise NoRoomError(
@@ -116,28 +108,28 @@ def choose_recomputed(
         kept = saved[index] * waiting[partition.owner(index)]
         return kept / (layers[index].f or 1e-30), -index
 
-    ranked = {rank: sorted(own, key=gain, reverse=True) for rank, own in left.items()}
-
     def needs(some: Collection[int]) -> tuple[int, ...]:
         return memory(with_recompute(layers, some))
 
+    ranked: list[list[int]] = [[] for _ in limits]
+    for index in sorted(filter(saved.__getitem__, range(len(layers))), key=gain, reverse=True):
+        ranked[schedule.stage_ranks[partition.owner(index)]].append(index)
     # The fewest of each rank, in this order, that are enough: by bisection, on all ranks at once.
-    low, high = dict.fromkeys(ranked, 0), {rank: len(own) for rank, own in ranked.items()}
-    while any(low[rank] < high[rank] for rank in ranked):
-        middle = {rank: (low[rank] + high[rank]) // 2 for rank in ranked}
-        now = needs({i for rank, own in ranked.items() for i in own[: middle[rank]]})
-        for rank in ranked:
-            if low[rank] < high[rank]:
-                fits = now[rank] <= limits[rank]
-                low[rank], high[rank] = (
-                    (low[rank], middle[rank]) if fits else (middle[rank] + 1, high[rank])
-                )
-    taken = {
-        rank: sorted(own[: high[rank]], key=lambda i: (-layers[i].f, i))
-        for rank, own in ranked.items()
-    }
-    chosen = {index for own in taken.values() for index in own}
-    for tried in zip_longest(*taken.values()):
+    low, high = [0] * len(limits), list(map(len, ranked))
+    while low != high:
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        now = needs({i for own, count in zip(ranked, middle, strict=True) for i in own[:count]})
+        for rank, half in enumerate(middle):
+            if low[rank] < high[rank] and now[rank] <= limits[rank]:
+                high[rank] = half
+            elif low[rank] < high[rank]:
+                low[rank] = half + 1
+    taken = [
+        sorted(own[:count], key=lambda i: (-layers[i].f, i))
+        for own, count in zip(ranked, high, strict=True)
+    ]
+    chosen = {index for own in taken for index in own}
+    for tried in zip_longest(*taken):
         then = needs(chosen - set(tried))
         chosen -= {i for i, a, b in zip(tried, then, limits, strict=True) if a <= b}
     return frozenset(chosen)

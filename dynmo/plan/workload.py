@@ -342,7 +342,7 @@ def replay(workload: Workload) -> ReplayResult:
         )
     readings = [Window() for _ in layers]
     rows = list[tuple[StepTime, StepTime, StepTime, tuple[int, ...]]]()
-    considered, asked, decided = list[Rebalance](), None, list[Rebalance]()
+    considered, asked, decided = list[Rebalance](), None, None
     least = -math.inf if policy.balancer.startswith("python:") else policy.hysteresis
     cuts = sorted({*moments, *range(0, workload.steps, policy.every)})
     for start, stop in pairwise([*cuts, workload.steps]):  # costs and placement stay until `stop`
@@ -350,12 +350,13 @@ def replay(workload: Workload) -> ReplayResult:
             known, halves = _condensed(readings, layers)
             facts = known, halves, current
             # Whether a gain is too small does not depend on the steps that are left.
-            if facts != asked or any(x.predicted_gain >= least for x in decided):
+            if facts != asked or (decided and decided.predicted_gain >= least):
                 decided = _decide(question(workload, start, *facts))
             asked = facts
-            considered += [replace(x, step=start) for x in decided]
-            if decided and decided[0].moved:
-                target = Partition(decided[0].target)
+            if decided:
+                considered.append(replace(decided, step=start))
+            if decided and decided.moved:
+                target = Partition(decided.target)
                 for move in moves_between_ranks(current, target, steps.stage_ranks):
                     readings[move.layer] = Window()
                 current = target
@@ -402,26 +403,24 @@ def question(
     return DecisionRecord(replace(problem, work=work), choice, Rules(balance=policy), readings, {})
 
 
-def _decide(asked: DecisionRecord) -> list[Rebalance]:
-    """Decides if layers move, by the function that a run calls. Empty: they are in place."""
+def _decide(asked: DecisionRecord) -> Rebalance | None:
+    """Decides if layers move, by the function that a run calls. None: they are in place."""
     decision, now = asked.again(), asked.now.partition
     plan, verdict = decision.plan, decision.verdict
     if plan.partition == now:
-        return []
+        return None
     moves = moves_between_ranks(now, plan.partition, plan.stage_ranks)
-    return [
-        Rebalance(
-            asked.problem.work.step,
-            verdict.pays,
-            now.counts,
-            plan.partition.counts,
-            len(moves),
-            sum(asked.problem.layers[move.layer].moved_bytes for move in moves),
-            verdict.price,
-            verdict.gain,
-            verdict.reason,
-        )
-    ]
+    return Rebalance(
+        asked.problem.work.step,
+        verdict.pays,
+        now.counts,
+        plan.partition.counts,
+        len(moves),
+        sum(asked.problem.layers[move.layer].moved_bytes for move in moves),
+        verdict.price,
+        verdict.gain,
+        verdict.reason,
+    )
 
 
 def _problem(workload: Workload, layers: Layers) -> Problem:
