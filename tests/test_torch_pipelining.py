@@ -28,10 +28,10 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import from_text
 from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
+from tests.schedule.samples import from_text
 
 # Two schedules with two chunks a rank. One places them around and around. The other places them
 # down and up again, where rank 1 hands from stage 1 to stage 2 in memory.

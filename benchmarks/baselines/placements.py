@@ -28,7 +28,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from dynmo.cli.placement_formats import blocks_of
 from dynmo.errors import PartitionError
@@ -333,7 +333,10 @@ def random(problem: Problem, now: Plan) -> Partition:
 
     def room(stage: int, start: int) -> int:
         last = layers - (ranks - 1 - stage)
-        return last if memory is None else min(last, memory.reach(stage, start))
+        if memory is not None:
+            fits = (memory.fits(stage, start, stop) for stop in range(start + 1, last + 1))
+            last = min(last, start + sum(takewhile(bool, fits)))
+        return last
 
     # ways[stage][start] is the number of placements of the layers from `start` on, on the stages
     # from `stage` on. below[...] are running sums, so that a range of ends is one subtraction.

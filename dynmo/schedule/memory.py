@@ -24,7 +24,6 @@ activation_bytes = stash_bytes = 0.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -274,31 +273,11 @@ def least_limit(limit: Limit) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Memory limits of stages: the contiguous ranges of layers that fit each stage.
-
-    Bytes are never negative, so a range that does not fit still does not fit with more layers. That
-    makes exact search fast.
-    """
+    """Memory limits of stages: the contiguous ranges of layers that fit each stage."""
 
     layers: tuple[LayerCost, ...]
     resident: tuple[Pairs, ...]
     limits: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.limits) != len(self.resident):
-            raise PartitionError(
-                f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one "
-                "limit per stage, in bytes"
-            )
-        for index, layer in enumerate(self.layers):
-            if min(layer.static_bytes, layer.activation_bytes, layer.stash_bytes) < 0:
-                raise PartitionError(
-                    f"layer {index} has a negative number of bytes; sizes are at least 0"
-                )
-
-    @property
-    def stages(self) -> int:
-        return len(self.limits)
 
     def need(self, stage: int, start: int, stop: int) -> int:
         """Compute the bytes of `stage` if it held the layers start..stop-1."""
@@ -307,26 +286,15 @@ class MemoryLimits:
     def fits(self, stage: int, start: int, stop: int) -> bool:
         return self.need(stage, start, stop) <= self.limits[stage]
 
-    def reach(self, stage: int, start: int) -> int:
-        """Find the largest stop for which the layers start..stop-1 fit `stage`.
-
-        It is `start` itself if not even one layer fits.
-        """
-        limit = self.limits[stage]
-        return max(
-            start,
-            min(bisect_right(sums, sums[start] + limit, start) - 1 for sums in self._sums[stage]),
-        )
-
     @cached_property
-    def _sums(self) -> tuple[tuple[list[int], ...], ...]:
-        """Return prefix sums of the bytes of layers, per stage and per pair."""
-        known: dict[tuple[int, int], list[int]] = {}
-        for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
-            forward, stashed = pair
+    def _sums(self) -> list[list[list[int]]]:
+        """Prefix sums of the bytes of layers, per stage and per pair."""
+
+        def sums(forward: int, stashed: int) -> list[int]:
             held = (
                 x.static_bytes + forward * x.activation_bytes + stashed * x.stash_bytes
                 for x in self.layers
             )
-            known[pair] = list(accumulate(held, initial=0))
-        return tuple(tuple(known[pair] for pair in pairs or ((0, 0),)) for pairs in self.resident)
+            return [*accumulate(held, initial=0)]
+
+        return [[sums(*pair) for pair in pairs or ((0, 0),)] for pairs in self.resident]

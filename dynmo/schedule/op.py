@@ -15,7 +15,6 @@ no gradient upstream.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class Schedule:
         return tuple(s for s, r in enumerate(self.stage_ranks) if r == rank)
 
     def __str__(self) -> str:
-        """Write the readable form shown at the top of this file. `from_text` reads it back."""
+        """Write the readable form shown at the top of this file."""
         header = f"# {self.name}  ranks={self.ranks} microbatches={self.microbatches}"
         header += f" placement={','.join(map(str, self.stage_ranks))}"
         if self.first_trainable:
@@ -220,51 +219,3 @@ def check_order(schedule: Schedule) -> None:
 def name(op: Op) -> str:
     """Describe an op for messages: `B of microbatch 3 on stage 1`."""
     return f"{op.kind} of microbatch {op.microbatch} on stage {op.stage}"
-
-
-_HEADER = re.compile(r"#\s*(?P<name>\S+)\s+(?P<fields>.*)")
-_CELL = re.compile(r"(?P<stage>\d+)?(?P<kind>BW|F|B|W)(?P<microbatch>\d+)")
-
-
-def from_text(text: str) -> Schedule:
-    lines = [line for line in text.splitlines() if line.strip()]
-    header = _HEADER.fullmatch(lines[0].strip()) if lines else None
-    if header is None:
-        raise ScheduleError(
-            "a schedule's text starts with '# NAME  ranks=P microbatches=M placement=0,1,...'"
-        )
-    try:
-        fields = dict(part.split("=", 1) for part in header["fields"].split())
-        stage_ranks = tuple(int(x) for x in fields["placement"].split(","))
-        ranks, microbatches = int(fields["ranks"]), int(fields["microbatches"])
-        first_trainable = int(fields.get("first_trainable", "0"))
-        credits = int(fields["credits"]) if "credits" in fields else None
-    except (KeyError, ValueError) as error:
-        raise ScheduleError(
-            f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M "
-            "placement=0,1,..."
-        ) from None
-    if len(lines) != ranks + 1:
-        raise ScheduleError(f"a schedule for {ranks} ranks has {ranks} rows, not {len(lines) - 1}")
-    rows: list[tuple[Op, ...]] = []
-    for rank, line in enumerate(lines[1:]):
-        label, bar, cells = line.partition("|")
-        if not bar or label.strip() != str(rank):
-            raise ScheduleError(
-                f"line {rank + 2} of a schedule: expected '{rank} | F0 ...', got {line!r}"
-            )
-        own = [s for s, r in enumerate(stage_ranks) if r == rank]
-        row: list[Op] = []
-        for cell in cells.split():
-            match = _CELL.fullmatch(cell)
-            if match is None or (match["stage"] is None and len(own) != 1):
-                raise ScheduleError(
-                    f"line {rank + 2} of a schedule: {cell!r} is not an op such as F0, or 2F0 "
-                    "where a rank has several stages"
-                )
-            stage = own[0] if match["stage"] is None else int(match["stage"])
-            row.append(Op(Kind(match["kind"]), stage, int(match["microbatch"])))
-        rows.append(tuple(row))
-    return Schedule(
-        header["name"], microbatches, stage_ranks, tuple(rows), first_trainable, credits
-    )

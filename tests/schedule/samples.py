@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,26 @@ PUBLISHED = [
 
 BY_HAND = ("1f1b", "gpipe", "zb-h1", "zb-h2")
 """Schedules of one stage a rank that costs do not shape."""
+
+
+def from_text(text: str) -> Schedule:
+    """Read the text that `str` writes of a schedule."""
+    header, *lines = text.strip().splitlines()
+    _, name, *parts = header.split()
+    fields = dict(part.split("=") for part in parts)
+    placement = tuple(map(int, fields["placement"].split(",")))
+    rows: list[tuple[Op, ...]] = []
+    for rank, line in enumerate(lines):
+        cells = re.findall(r"(\d*)(BW|F|B|W)(\d+)", line.partition("|")[2])
+        rows.append(
+            tuple(
+                Op(Kind(kind), int(stage) if stage else placement.index(rank), int(j))
+                for stage, kind, j in cells
+            )
+        )
+    credits = int(fields["credits"]) if "credits" in fields else None
+    first = int(fields.get("first_trainable", 0))
+    return Schedule(name, int(fields["microbatches"]), placement, tuple(rows), first, credits)
 
 
 def times_of(row: dict[str, Any]) -> list[float]:

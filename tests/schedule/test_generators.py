@@ -15,11 +15,10 @@ from dynmo.schedule.op import (
     Kind,
     Op,
     Schedule,
-    from_text,
     validate,
 )
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
-from tests.schedule.samples import BY_HAND, PUBLISHED, times_of
+from tests.schedule.samples import BY_HAND, PUBLISHED, from_text, times_of
 
 GOLDEN = sorted((Path(__file__).parent / "golden").rglob("*.txt"))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import Dependency, Kind, Op, Schedule, check_order, dependencies, from_text
-from tests.schedule.samples import schedules
+from dynmo.schedule.op import Dependency, Kind, Op, Schedule, check_order, dependencies
+from tests.schedule.samples import from_text, schedules
 
 KINDS = list(Kind)
 

@@ -11,9 +11,9 @@ from dynmo.errors import InputError
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.grid import MIN_WIDTH
 from dynmo.schedule.grid import draw as draw_text
-from dynmo.schedule.op import Schedule, from_text
+from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
-from tests.schedule.samples import BY_HAND, schedules, whole_costs, with_time
+from tests.schedule.samples import BY_HAND, from_text, schedules, whole_costs, with_time
 
 
 def draw(timeline: Timeline, width: int) -> str:

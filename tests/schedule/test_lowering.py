@@ -30,8 +30,8 @@ from dynmo.schedule.lowering import (
     lower_forward,
     routes,
 )
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
-from tests.schedule.samples import BY_HAND, apart, schedules
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
+from tests.schedule.samples import BY_HAND, apart, from_text, schedules
 
 CASES = [(name, p, m, f) for name, p, m in product(BY_HAND, (1, 2, 4), (1, 3, 8)) for f in range(p)]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import Kind, Op, Schedule, from_text
+from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import Timeline, peak_memory, resident, simulate
-from tests.schedule.samples import schedules, whole_costs, with_time
+from tests.schedule.samples import from_text, schedules, whole_costs, with_time
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 

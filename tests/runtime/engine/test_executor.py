@@ -22,11 +22,11 @@ from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.lowering import lower
-from dynmo.schedule.op import Schedule, from_text
+from dynmo.schedule.op import Schedule
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.modules import bits_of
-from tests.schedule.samples import wander
+from tests.schedule.samples import from_text, wander
 
 
 def _small_layer(index: int, count: int) -> nn.Module:

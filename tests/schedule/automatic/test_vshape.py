@@ -14,9 +14,9 @@ from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.lowering import lower
-from dynmo.schedule.op import from_text, validate
+from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
-from tests.schedule.samples import TABLE_5, stage, times_of
+from tests.schedule.samples import TABLE_5, from_text, stage, times_of
 
 NAMES = ("zb-v", "v-half", "v-min")
 
