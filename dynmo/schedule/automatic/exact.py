@@ -30,7 +30,7 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import ScheduleError, not_installed
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.graph import delays
-from dynmo.schedule.op import Kind, Op, Schedule, validate
+from dynmo.schedule.op import Kind, Op, Schedule
 from dynmo.schedule.simulator import lane_changes, lane_times, peak_memory, simulate
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def exact(
     always simulated with the true costs.
 
     Args:
-        start: A schedule that the result is never longer than. It gives the placement, too. The
-            first stages must lie one on each rank.
+        start: A schedule within `caps` that the result is never longer than. It gives the
+            placement, too. The first stages must lie one on each rank.
         costs: Costs of each stage.
         caps: Most live memory of each rank, in the costs' unit. None means unlimited.
         objective: Whether the span or the makespan counts.
@@ -96,10 +96,14 @@ def exact(
         workers: Number of threads of the solver.
 
     Raises:
-        ScheduleError: The solver is needed and missing, or `start` cannot run or is over a cap.
+        ScheduleError: The solver is needed and missing, or `start` cannot run.
     """
     began = time.perf_counter()
-    _check(start, costs, caps)
+    if set(start.stage_ranks[: start.ranks]) != set(range(start.ranks)):
+        raise ScheduleError(
+            f"start {start.name!r} has placement {start.stage_ranks}; the first {start.ranks} "
+            "stages must lie one on each rank"
+        )
     best, length = start, simulate(start, costs).length(objective)
     bound = lower_bound(
         costs, start.microbatches, start.first_trainable, objective, caps, start.stage_ranks
@@ -107,43 +111,21 @@ def exact(
     apart = _split(start)
     # About (3m)^2 / 6 pairs of one stage's 3m ops are open.
     small = sum(len(row) ** 2 for row in apart.ops) // 6 <= LARGEST
-    if length > bound * (1 + 1e-9) and small and _over(apart, costs, caps) is None:
+    if length > bound * (1 + 1e-9) and small and _fits(apart, costs, caps):
         model = _Model(apart, costs, caps, objective, bound)
         found, proven = model.solve(seconds - (time.perf_counter() - began), workers)
         bound = max(bound, proven)
-        if found is not None and _over(found, costs, caps) is None:
+        if found is not None and _fits(found, costs, caps):
             best = min(best, found, key=lambda made: simulate(made, costs).length(objective))
             length = simulate(best, costs).length(objective)
     bound = min(bound, length)
     return Exact(best, bound, length <= bound * (1 + PROVEN), time.perf_counter() - began)
 
 
-def _check(start: Schedule, costs: Costs, caps: Sequence[float] | None) -> None:
-    validate(start)
-    if set(start.stage_ranks[: start.ranks]) != set(range(start.ranks)):
-        raise ScheduleError(
-            f"start {start.name!r} has placement {start.stage_ranks}; the first {start.ranks} "
-            "stages must lie one on each rank"
-        )
-    if caps is not None and len(caps) != start.ranks:
-        raise ScheduleError(
-            f"{len(caps)} memory limits for {start.ranks} ranks; give one per rank (inf: none)"
-        )
-    if (over := _over(start, costs, caps)) is not None:
-        rank, peak, cap = over
-        raise ScheduleError(
-            f"start {start.name!r} holds {peak:g} on rank {rank}, over its cap of {cap:g}; give a "
-            "start that fits"
-        )
-
-
-def _over(
-    schedule: Schedule, costs: Costs, caps: Sequence[float] | None
-) -> tuple[int, float, float] | None:
-    """Return the first rank over its cap, its peak and the cap."""
+def _fits(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> bool:
     # Sums of floats may end a little over it.
-    peaks = zip(range(schedule.ranks), peak_memory(schedule, costs), caps or (), strict=False)
-    return next((each for each in peaks if not each[1] <= each[2] * (1 + 1e-9)), None)
+    peaks = zip(peak_memory(schedule, costs), caps or (), strict=False)
+    return all(peak <= cap * (1 + 1e-9) for peak, cap in peaks)
 
 
 def _split(schedule: Schedule) -> Schedule:

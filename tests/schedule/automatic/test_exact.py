@@ -289,12 +289,6 @@ def test_caps_of_one_microbatch_can_be_met() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"start": make("zb-h1", 4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks"),
-        (
-            {"start": make("zb-h1", 4, 6), "caps": [4, float("nan"), 4, 4]},
-            "rank 1, over its cap of nan",
-        ),
-        ({"start": make("zb-h2", 4, 6), "caps": [4] * 4}, "rank 0, over its cap of 4"),
         ({"start": make("zb-h1", 3, 6)}, "3 stages"),
         (
             {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
