@@ -5,7 +5,7 @@ Each is a balancer for `balance.balancer = "python:benchmarks.baselines.placemen
 DeepSpeed (runtime/utils.py, the pipeline module's `partition_method`): "uniform" counts layers.
 "parameters" and "type:REGEX" balance weights by bisecting the bottleneck with a linear probe.
 DynMo's "partition by time" is the same on measured times (section 3.3). The tests show these
-faults, which `partition.exact` does not have:
+faults, which `bisection.exact` does not have:
 
 - It stops at an absolute tolerance of 1e-3. This is right for parameters. It is up to a tenth off
   for layers that take some milliseconds.

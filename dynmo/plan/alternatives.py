@@ -73,11 +73,11 @@ def alternatives(plan: Plan, allowed: Allowed) -> dict[str, list[Alternative]]:
         kind: [_attempt(x, x[2].pipeline * x[2].microbatches > LARGE) for x in trials]
         for kind, trials in others.items()
     }
-    return {kind: sorted(plans, key=_step) for kind, plans in found.items()}
 
+    def step(other: Alternative) -> float:
+        return math.inf if other.plan is None else other.plan.step
 
-def _step(other: Alternative) -> float:
-    return math.inf if other.plan is None else other.plan.step
+    return {kind: sorted(plans, key=step) for kind, plans in found.items()}
 
 
 def _resized(mesh: Mesh, factors: Iterable[float]) -> Iterator[Mesh]:
@@ -92,10 +92,10 @@ def _resized(mesh: Mesh, factors: Iterable[float]) -> Iterator[Mesh]:
 
 
 def _near_ranks(plan: Plan) -> list[int]:
-    ranks, most = plan.mesh.pipeline, len(plan.layers)
     if plan.problem.names_ranks:
         return []
-    most //= chunks_of(plan.mesh.schedule, plan.problem.work.chunks)
+    ranks, chunks = plan.mesh.pipeline, chunks_of(plan.mesh.schedule, plan.problem.work.chunks)
+    most = len(plan.layers) // chunks
     near = {ranks + by for by in (-2, -1, 1, 2)} | {ranks // 2, 2 * ranks}
     return [p for p in sorted(near - {ranks}) if 1 <= p <= most]
 

@@ -40,14 +40,6 @@ SLOW = 0.1
 """A link is slow if a message takes this share of the mean stage's time."""
 
 
-def _none(problem: Problem, now: Plan) -> Partition:
-    return now.partition
-
-
-def _uniform(problem: Problem, now: Plan) -> Partition:
-    return uniform(len(now.layers), now.partition.stages)
-
-
 def _exact(problem: Problem, now: Plan) -> Partition:
     return place(problem, now.mesh, now.partition).check_room().partition
 
@@ -74,8 +66,8 @@ def _diffusion(problem: Problem, now: Plan) -> Partition:
 
 
 _DYNMOS: dict[str, Balancer] = {
-    "none": _none,
-    "uniform": _uniform,
+    "none": lambda _, now: now.partition,
+    "uniform": lambda _, now: uniform(len(now.layers), now.partition.stages),
     "exact": _exact,
     "diffusion": _diffusion,
 }

@@ -417,7 +417,7 @@ class _Chunks:
         )
 
     def nested(self, bounds: Ints) -> float:
-        """Solves the V by bisection, as in `chains`. Returns infinity if nothing fits."""
+        """Solves the V by bisection, as `Chain.least` does. Returns infinity if nothing fits."""
         came = self.states()
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))

@@ -39,6 +39,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -327,22 +328,22 @@ class _Ranks(_Remeshed):
         if reference is None:
             reference = self.best_here(self.problem.layers)
         if elastic.target_ranks is not None:
-            plan, verdict = self.to_target(elastic.target_ranks, there)
-            return Decision(plan, verdict, ranks=elastic.target_ranks, reference=reference)
-        if elastic.algorithm != "fewest":
+            wanted = elastic.target_ranks
+            plan, verdict = self.to_target(wanted, there)
+        elif elastic.algorithm != "fewest":
             plan, verdict = merge(self.now, elastic)
-            return Decision(plan, verdict, ranks=plan.mesh.gpus, reference=reference)
-        if elastic.repack:
-            self.least = min(elastic.min_ranks, self.size)
-            self.limit = reference * (1 + elastic.tolerance)
-            self.most = max(self.rules.most, there)
-        else:  # the fastest
-            self.limit, self.most = 0.0, there
-        plan, verdict = self.confirmed()
-        wanted = plan.mesh.gpus if verdict.pays else self.size
-        if wanted > there:
-            self.most = there
+            wanted = plan.mesh.gpus
+        else:
+            self.limit, self.most = 0.0, there  # the fastest
+            if elastic.repack:
+                self.least = min(elastic.min_ranks, self.size)
+                self.limit = reference * (1 + elastic.tolerance)
+                self.most = max(self.rules.most, there)
             plan, verdict = self.confirmed()
+            wanted = plan.mesh.gpus if verdict.pays else self.size
+            if wanted > there:
+                self.most = there
+                plan, verdict = self.confirmed()
         return Decision(plan, verdict, ranks=wanted, reference=reference)
 
     def to_target(self, target: int, most: int) -> tuple[Plan, Verdict]:
@@ -368,11 +369,9 @@ class _Ranks(_Remeshed):
             return plan, verdict
         ranks, parts = plan.mesh.gpus, list[bool]()
         for layers in self.readings.halves:
-            problem = replace(at(self.problem, layers), forecasts=())
-            half = _Ranks(problem, _at(self.now, layers), self.rules, self.readings)
-            if problem.layers == self.problem.layers:
-                half.known = self.known
-            half.least, half.most, half.limit = self.least, self.most, self.limit
+            half, same = copy(self), layers == self.problem.layers
+            half.problem = replace(at(self.problem, layers), forecasts=())
+            half.now, half.known = _at(self.now, layers), self.known if same else {}
             other, said = half.choose()
             agrees = other.mesh.gpus <= ranks if ranks < self.size else other.mesh.gpus > self.size
             parts.append(said.pays and agrees)

@@ -332,9 +332,8 @@ def replay(workload: Workload) -> ReplayResult:
     policy, steps = workload.policy, _Steps(workload)
     moments = dict(workload.moments)
     layers = known = moments[0]
-    current = even = uniform(len(layers), len(steps.stage_ranks))
-    if policy.initial is not None:
-        current = Partition(tuple(policy.initial))
+    even = uniform(len(layers), len(steps.stage_ranks))
+    current = even if policy.initial is None else Partition(tuple(policy.initial))
     if (current.layers, current.stages) != (even.layers, even.stages):
         raise InputError(
             f"policy.initial counts {current.layers} layers on {current.stages} stages, but there "

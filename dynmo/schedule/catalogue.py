@@ -13,7 +13,7 @@ v-half             2                 the stages' costs   about p / 2
 v-min              2                 the stages' costs   about p / 3
 
 `make` makes any of them. "auto" stands for the fastest of `SHAPES`, each with the
-placement that is best for it. It is no schedule itself: `planner.shapes` chooses.
+placement that is best for it. It is no schedule itself: `plan.alternatives` chooses.
 """
 
 from __future__ import annotations
