@@ -9,7 +9,9 @@ looped       interleaved-1f1b   two stages a rank
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -69,15 +71,17 @@ def alternatives(plan: Plan, allowed: Allowed) -> dict[str, list[Alternative]]:
         ],
         "ranks": [(p, problem, replace(mesh, pipeline=p), allowed) for p in _near_ranks(plan)],
     }
-    found = {
-        kind: [_attempt(x, x[2].pipeline * x[2].microbatches > LARGE) for x in trials]
-        for kind, trials in others.items()
-    }
+    def attempt(trial: Trial) -> Alternative:
+        mesh = trial[2]
+        return _attempt(trial, quick=mesh.pipeline * mesh.microbatches > LARGE)
 
     def step(other: Alternative) -> float:
         return math.inf if other.plan is None else other.plan.step
 
-    return {kind: sorted(plans, key=step) for kind, plans in found.items()}
+    # Most time goes into compiled loops, which run beside each other. A user's balancer may not.
+    with ThreadPoolExecutor(os.cpu_count() if allowed.balancer in BALANCERS else 1) as pool:
+        found = {kind: pool.map(attempt, trials) for kind, trials in others.items()}
+        return {kind: sorted(plans, key=step) for kind, plans in found.items()}
 
 
 def _resized(mesh: Mesh, factors: Iterable[float]) -> Iterator[Mesh]:
