@@ -71,6 +71,7 @@ def alternatives(plan: Plan, allowed: Allowed) -> dict[str, list[Alternative]]:
         ],
         "ranks": [(p, problem, replace(mesh, pipeline=p), allowed) for p in _near_ranks(plan)],
     }
+
     def attempt(trial: Trial) -> Alternative:
         mesh = trial[2]
         return _attempt(trial, quick=mesh.pipeline * mesh.microbatches > LARGE)
