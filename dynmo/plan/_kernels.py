@@ -6,7 +6,7 @@ int64. The caller checks that they fit.
     chain    contiguous stages, one per rank:
         sums     prefix sums of the weights
         speeds   one per stage
-        sends    times of sending: [stage, stop]; one column: nothing is sent
+        sends    times of sending: [stage, stop]
         memory
     memory   what the stages hold:
         held     prefix sums of static, activation and stash bytes: [3, boundary]
@@ -115,7 +115,7 @@ def reach(chain: Chain, limit: float, low: Ints, reached: Bytes) -> float:
             over = time > limit or (
                 caps.size > 0 and full(held, pairs, pair_at, caps, stage, start, stop)
             )
-            if not over and sends.shape[1] > 1:
+            if not over:
                 time += sends[stage, stop]
             if time > limit:
                 rise = min(rise, time)
@@ -142,7 +142,7 @@ def nearest(
     bounds[stages] = len(sums) - 1
     for stage in range(stages - 1, 0, -1):
         stop, best = bounds[stage + 1], -1
-        send = sends[stage, stop] if sends.shape[1] > 1 else 0.0
+        send = sends[stage, stop]
         for start in range(stop - 1, low[stage] - 1, -1):
             if (sums[stop] - sums[start]) / speeds[stage] + send > limit:
                 break
@@ -175,7 +175,7 @@ def evenest(
             stop = low[stage + 1] + i
             if not reached[stage + 1, stop]:
                 continue
-            send = sends[stage, stop] if sends.shape[1] > 1 else 0.0
+            send = sends[stage, stop]
             for start in range(min(stop, low[stage] + width) - 1, low[stage] - 1, -1):
                 time = (sums[stop] - sums[start]) / speeds[stage] + send
                 if time > limit or (

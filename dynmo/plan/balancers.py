@@ -175,8 +175,7 @@ def diffuse(
         The placement before the first round, and the one after each round.
     """
     chain = Chain(weights, current.stages, None, None, links, output_bytes)
-    shape = current.stages, len(weights) + 1
-    sends = np.broadcast_to(np.rint(chain.sends).astype(np.int64), shape).tolist()
+    sends = np.rint(chain.sends).astype(np.int64).tolist()
     sums, placements = chain.sums.tolist(), [current]
     while better := next(_better(sums, sends, placements[-1].bounds, fits), None):
         placements.append(Partition.from_bounds(better))

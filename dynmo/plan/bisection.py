@@ -31,7 +31,7 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.plan import _kernels as kernels
 from dynmo.plan._kernels import Bytes, Floats, Ints, Memory, Origins
-from dynmo.plan.partition import Partition, enough, same_layers
+from dynmo.plan.partition import Partition, enough
 from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 
@@ -177,8 +177,7 @@ class Chain:
         enough(self.layers, ranks)
         self.sums = np.array(integer_sums(weights), np.int64)
         self.speeds = rank_speeds(speeds, ranks)
-        # Times of sending, [stage, stop]. One column: nothing is sent.
-        self.sends = np.zeros((ranks, 1 if links is None else self.layers + 1))
+        self.sends = np.zeros((ranks, self.layers + 1))  # times of sending, [stage, stop]
         for boundary, link in enumerate(links or ()):
             self.sends[boundary, 1:] = [link.seconds(size) for size in output_bytes]
         total = math.fsum(weights)
@@ -187,8 +186,6 @@ class Chain:
         self.tables = (self.sums, self.speeds, self.sends, *self.memory_tables)
 
     def wanted(self, current: Partition | None) -> Sequence[int] | None:
-        if current is not None:
-            same_layers(current.layers, self.layers)
         return None if current is None or current.stages != self.ranks else current.bounds
 
     def least(self) -> float:
@@ -220,12 +217,12 @@ class Chain:
         # Stages filled from the back are a placement, unless one is empty or something is sent.
         if bounds[0]:
             return False, rise
-        if self.sends.shape[1] > 1 or not (np.diff(bounds) > 0).all():
+        if self.sends.any() or not (np.diff(bounds) > 0).all():
             low, reached, rise = self._reach(bottleneck)
             if not reached[-1, -1]:
                 return False, rise
             bounds = self._nearest(bottleneck, low, reached, low)
-        sends = self.sends[np.arange(self.ranks), bounds[1:] if self.sends.shape[1] > 1 else 0]
+        sends = self.sends[np.arange(self.ranks), bounds[1:]]
         return True, float((np.diff(self.sums[bounds]) / self.speeds + sends).max())
 
     def placed(self, bottleneck: float, wanted: Sequence[int] | None) -> Partition:
