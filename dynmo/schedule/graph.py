@@ -118,15 +118,11 @@ def order_lanes(
     lanes: Ints, microbatches: Ints, lengths: Sequence[int], before: Ints, lag: Ints
 ) -> Order:
     """Does the same for the lane and microbatch of each op, rank by rank."""
-    first, row_of = first_of(lengths), np.empty((len(before), microbatches.max(initial=0) + 1), int)
+    first = np.cumsum([0, *lengths], dtype=np.int64)
+    row_of = np.empty((len(before), microbatches.max(initial=0) + 1), np.int64)
     rows, at = np.empty((len(lanes), 5), np.int64), np.empty(len(lanes), np.int64)
     done = in_order(lanes, microbatches, first, before, lag, row_of, rows, at)
     return Order(rows[:done], at[:done], lanes, np.bincount(lanes, minlength=len(before)))
-
-
-def first_of(lengths: Sequence[int]) -> Ints:
-    """Where the ops of each rank begin, and where they end."""
-    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 @jit()

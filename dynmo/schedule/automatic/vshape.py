@@ -54,7 +54,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -117,13 +117,8 @@ _ROUNDS = (4, 60)
 
 _Block = tuple[tuple[float, ...], float]
 
-# The most activations of a whole rank that a schedule keeps on one of p ranks.
-_MEMORY: dict[str, Callable[[int], float]] = {
-    "zb-v": lambda ranks: float(ranks),
-    "v-half": lambda ranks: ranks / 2 + 1,
-    "v-min": lambda ranks: ranks / 3 + 1,
-    "v-auto": lambda ranks: NEVER,
-}
+# The most activations of a whole rank that a schedule keeps on one of p ranks: p / part + more.
+_MEMORY = {"zb-v": (1, 0.0), "v-half": (2, 1.0), "v-min": (3, 1.0), "v-auto": (1, NEVER)}
 
 
 def v_shape(
@@ -151,14 +146,15 @@ def v_shape(
     stage_ranks = v_stage_ranks(ranks)
     case = make_case(costs, m, stage_ranks, caps, first_trainable, objective)
     both = case.hold[:ranks] + case.hold[: ranks - 1 : -1]
-    for rank in range(ranks):
-        if caps is not None and not case.cap[rank] >= both[rank]:
+    for rank, cap in enumerate(caps or ()):
+        if not case.cap[rank] >= both[rank]:
             raise ScheduleError(
-                f"{name}: the memory limit of rank {rank} is {caps[rank]:.10g}, but one "
+                f"{name}: the memory limit of rank {rank} is {cap:.10g}, but one "
                 f"microbatch of its stages {rank} and {2 * ranks - 1 - rank} takes "
                 f"{both[rank]:.10g}; give it that much, or fewer layers"
             )
-    most = min(_MEMORY[name](ranks), float(m))
+    part, more = _MEMORY[name]
+    most = min(ranks / part + more, float(m))
     # The search of blocks is no proof: with more memory it may find a longer one. Blocks of v-auto
     # therefore run with the memory of zb-v, too.
     best, order = NEVER, np.zeros((ranks, 6 * m), np.int32)
@@ -305,9 +301,8 @@ class _Blocks:
 
     def _wait(self) -> None:
         """Find the number of first ranks on which W's may push back the last B's."""
-        forward_backward = 2 * len(self._case.rank_of)
         for rank, row in enumerate(self.ops):
-            self._order[rank] = row[row < forward_backward][: self._order.shape[1]]
+            self._order[rank] = row[row < 4 * len(self.ops)][: self._order.shape[1]]
         self._run(self._share)
         self._find_latest()
         for patient in range(1, len(self._case.cap) + 1):

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,48 +44,33 @@ from dynmo.schedule.automatic._zero_bubble_loops import UNLIMITED, polish, searc
 from dynmo.schedule.automatic.case import NEVER, ROUNDING, Case, make_case, schedule_of
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import in_turn
-from dynmo.schedule.graph import Ints, first_of
+from dynmo.schedule.graph import Ints
 from dynmo.schedule.op import Schedule
 
 NAME = "zb-auto"
 
 
-# How a start counts the warm-up: as a share of the way, or as ZB-H1 and ZB-H2 do.
 SHARE_OF_WAY, BY_HAND = range(2)
 
 
-class Start(NamedTuple):
-    """A policy to start from, the same on all ranks. The top of this file explains the rest.
-
-    Attributes:
-        style: `SHARE_OF_WAY`: the warm-up is as many F's as fill `size` percent of the way to the
-            last stage and back, and `more`. `BY_HAND`: the warm-up of ZB-H1 (size 1) or ZB-H2
-            (size 2).
-    """
-
-    style: int
-    size: int
-    more: int
-    wait: int
-    prefer: int
-    save: int = UNLIMITED
-
-
-# Each is the one that did best together with those before it on random uneven costs.
+# Policies to start from, the same on all ranks: style, size and more of the warm-up, then wait,
+# prefer and save. SHARE_OF_WAY: the warm-up is as many F's as fill `size` percent of the way to the
+# last stage and back, and `more`. BY_HAND: the warm-up of ZB-H1 (size 1) or ZB-H2 (size 2). Each is
+# the one that did best together with those before it on random uneven costs.
 _STARTS = (
-    Start(SHARE_OF_WAY, 75, 1, 2, IN_TURN),
-    Start(SHARE_OF_WAY, 105, 0, 3, F_FIRST),
-    Start(BY_HAND, 2, 0, 0, F_FIRST),
-    Start(BY_HAND, 1, 0, 4, F_FIRST),
-    Start(SHARE_OF_WAY, 100, 0, 1, IN_TURN),
-    Start(BY_HAND, 1, 0, 4, IN_TURN, save=2),
-    Start(SHARE_OF_WAY, 100, 1, 3, B_FIRST),
-    Start(SHARE_OF_WAY, 50, 1, 0, B_FIRST, save=1),
-    Start(SHARE_OF_WAY, 100, 0, 2, F_FIRST, save=2),
-    Start(SHARE_OF_WAY, 110, 0, 0, IN_TURN),
-    Start(SHARE_OF_WAY, 103, 0, 0, F_FIRST),
-    Start(SHARE_OF_WAY, 100, 2, 2, B_FIRST),
-    Start(SHARE_OF_WAY, 70, 4, 1, B_FIRST),
+    (SHARE_OF_WAY, 75, 1, 2, IN_TURN, UNLIMITED),
+    (SHARE_OF_WAY, 105, 0, 3, F_FIRST, UNLIMITED),
+    (BY_HAND, 2, 0, 0, F_FIRST, UNLIMITED),
+    (BY_HAND, 1, 0, 4, F_FIRST, UNLIMITED),
+    (SHARE_OF_WAY, 100, 0, 1, IN_TURN, UNLIMITED),
+    (BY_HAND, 1, 0, 4, IN_TURN, 2),
+    (SHARE_OF_WAY, 100, 1, 3, B_FIRST, UNLIMITED),
+    (SHARE_OF_WAY, 50, 1, 0, B_FIRST, 1),
+    (SHARE_OF_WAY, 100, 0, 2, F_FIRST, 2),
+    (SHARE_OF_WAY, 110, 0, 0, IN_TURN, UNLIMITED),
+    (SHARE_OF_WAY, 103, 0, 0, F_FIRST, UNLIMITED),
+    (SHARE_OF_WAY, 100, 2, 2, B_FIRST, UNLIMITED),
+    (SHARE_OF_WAY, 70, 4, 1, B_FIRST, UNLIMITED),
 )
 
 
@@ -141,7 +125,7 @@ def automatic(
             over = inside * case.hold + stashed * case.stash > case.cap
             if not over.any():
                 orders.append(lanes[used])
-        tries, first = np.stack(orders), first_of(lengths.tolist())
+        tries, first = np.stack(orders), np.cumsum([0, *lengths])
         polish(case, case.delay[None], lead, goal, polish_budget, first, tries)
         order[used] = tries[0]
     return schedule_of(NAME, case, order)

@@ -23,7 +23,6 @@ from dynmo.schedule.automatic.case import make_case
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.graph import first_of
 from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 from tests.schedule.samples import PUBLISHED, TABLE_5, fits, stage, times_of
@@ -240,7 +239,7 @@ def test_search_stops_at_its_step_budget() -> None:
     starts = np.array([[[7] * p, [1] * p, [2] * p, [99] * p]])
     _, spent, order = search(case, 0.0, budget, starts, np.full(p, m))
     assert budget <= spent <= budget + 5 * 3 * p * m
-    lanes, first = order.ravel().astype(np.int64), first_of([3 * m] * p)
+    lanes, first = order.ravel().astype(np.int64), 3 * m * np.arange(p + 1)
     _, replayed = polish(case, case.delay[None], np.zeros(p), 0.0, budget, first, lanes[None])
     assert budget <= replayed <= budget + 5 * 3 * p * m
 
