@@ -31,7 +31,7 @@ from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, in_blocks, name_of, profile_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.plan.bisection import chunked, exact, flow_bound
+from dynmo.plan.bisection import chunked, exact, flowing
 from dynmo.plan.evaluate import Plan, evaluate, one_microbatch, with_unit_memory
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.placement import place
@@ -109,7 +109,8 @@ def _bound(layers: Layers, ranks: int, m: int) -> float:
     contiguous = m * max(stage_loads(weights, exact(weights, ranks)))
     if len(layers) < 2 * ranks:
         return contiguous
-    return min(contiguous, flow_bound(layers, ranks, m))
+    _, bound = next(flowing(layers, v_stage_ranks(ranks), m, (1.0,)))
+    return min(contiguous, m * bound)
 
 
 def small(case: str, sequence: int, seconds: int) -> dict[str, Any]:

@@ -169,5 +169,5 @@ class Cases:
             with named(case, "changed"):
                 case.changed(changed)
 
-    def forecasts(self, step: int) -> list[Sequence[Forecast]]:
-        return [case.forecast(step) for case in self.all]
+    def forecasts(self, step: int) -> tuple[tuple[Forecast, ...], ...]:
+        return tuple(tuple(case.forecast(step)) for case in self.all)

@@ -171,7 +171,7 @@ class Rebalancer:
             costs,
             step,
             rules.kind,
-            forecasts=tuple(map(tuple, self._cases.forecasts(step - 1))),
+            forecasts=self._cases.forecasts(step - 1),
             memory_limit=self._memory_limit,
             machines=tuple(machines),
         )

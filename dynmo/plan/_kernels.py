@@ -35,7 +35,7 @@ Memory = tuple[Ints, Ints, Ints, Ints]
 Chain = tuple[Ints, Floats, Floats, Ints, Ints, Ints, Ints]
 """sums, speeds, sends and `Memory`."""
 
-Problem = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
+Chunks = tuple[Ints, Ints, Floats, Ints, Ints, Ints, Ints]
 """sums, rank_of, speeds and `Memory`."""
 
 Flow = tuple[int, float, Floats]
@@ -198,9 +198,9 @@ def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an arra
 
 
 @jit()
-def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[int, float, float]:
+def evaluate_bounds(chunks: Chunks, bounds: Ints, scratch: Ints) -> tuple[int, float, float]:
     """The bytes over the caps, the largest time of a rank, and the sum of squared times."""
-    sums, rank_of, speeds, held, pairs, pair_at, caps = problem
+    sums, rank_of, speeds, held, pairs, pair_at, caps = chunks
     scratch[:] = 0
     for s in range(len(rank_of)):
         scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
@@ -217,14 +217,14 @@ def evaluate_bounds(problem: Problem, bounds: Ints, scratch: Ints) -> tuple[int,
 
 
 @jit()
-def descend(problem: Problem, bounds: Ints) -> tuple[int, float, float]:
+def descend(chunks: Chunks, bounds: Ints) -> tuple[int, float, float]:
     """Moves one layer at a time along the path between two stages, in `bounds`.
 
     Goes on while what `evaluate_bounds` says falls.
     """
-    rank_of, speeds = problem[1], problem[2]
+    rank_of, speeds = chunks[1], chunks[2]
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    best, trial = evaluate_bounds(problem, bounds, scratch), bounds.copy()
+    best, trial = evaluate_bounds(chunks, bounds, scratch), bounds.copy()
     progress = True
     while progress:
         progress = False
@@ -236,7 +236,7 @@ def descend(problem: Problem, bounds: Ints) -> tuple[int, float, float]:
                 _copy(trial, bounds)
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                value = evaluate_bounds(problem, trial, scratch)
+                value = evaluate_bounds(chunks, trial, scratch)
                 if value < best:
                     _copy(bounds, trial)
                     best, progress = value, True
@@ -244,13 +244,13 @@ def descend(problem: Problem, bounds: Ints) -> tuple[int, float, float]:
 
 
 @jit()
-def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[int, float, float]:
+def wander(chunks: Chunks, bounds: Ints, kicks: int, floor: float) -> tuple[int, float, float]:
     """Iterated descent: pushes some boundaries by a layer or two, and descends again.
 
     The pushes come from a generator with a fixed seed. Returns what `evaluate_bounds` says.
     """
     stages = len(bounds) - 1
-    best, state = descend(problem, bounds), 1
+    best, state = descend(chunks, bounds), 1
     for _ in range(kicks):
         if best[0] == 0 and best[1] <= floor:
             break
@@ -262,7 +262,7 @@ def wander(problem: Problem, bounds: Ints, kicks: int, floor: float) -> tuple[in
             moved = trial[i] + ((state >> 8) % 5) - 2
             if i < stages and trial[i - 1] < moved < trial[i + 1]:
                 trial[i] = moved
-        value = descend(problem, trial)
+        value = descend(chunks, trial)
         if value <= best:
             _copy(bounds, trial)
             best = value
@@ -328,7 +328,7 @@ def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
 
 @jit()
 def nested(
-    problem: Problem, flow: Flow, limit: float, came: Origins, bounds: Ints
+    chunks: Chunks, flow: Flow, limit: float, came: Origins, bounds: Ints
 ) -> tuple[bool, float]:
     """Solves the V within `limit`: rank r holds stages r and 2 p - 1 - r.
 
@@ -336,9 +336,9 @@ def nested(
     says where the layers of rank r-1 begin and end. Returns (True, the placement's largest time),
     or (False, the least limit worth trying next).
     """
-    sums, _, speeds, _, _, _, _ = problem
+    sums, _, speeds, _, _, _, _ = chunks
     layers, ranks, largest = len(sums) - 1, len(speeds), 0.0
-    rise = _reach_inwards(problem, flow, limit, came)
+    rise = _reach_inwards(chunks, flow, limit, came)
     for end in range(layers + 1):
         if came[ranks, end, end]:
             a = b = bounds[ranks] = end
@@ -354,12 +354,12 @@ def nested(
 
 
 @jit()
-def _reach_inwards(problem: Problem, flow: Flow, limit: float, came: Origins) -> float:
+def _reach_inwards(chunks: Chunks, flow: Flow, limit: float, came: Origins) -> float:
     """Fills in `came`, the outer rank first. Returns the least limit worth trying next.
 
     Of the ways to a state, the one with the shortest lower stage, then upper stage counts.
     """
-    sums, _, speeds, held, pairs, pair_at, caps = problem
+    sums, _, speeds, held, pairs, pair_at, caps = chunks
     layers, ranks = len(sums) - 1, len(speeds)
     came[:] = 0
     came[0, 0, layers] = 1

@@ -300,41 +300,17 @@ def flowing(
     layers: Sequence[LayerCost],
     stage_ranks: Sequence[int],
     microbatches: int,
-    *,
-    memory: MemoryLimits | None = None,
-    speeds: Sequence[float] | None = None,
-) -> list[Partition]:
-    """Places a V so that microbatches flow through it, and not only so that loads are even.
-
-    A rank on which all layers are frozen, say, has nothing but F's, and all of them lie between the
-    first F and the last F of rank 0. There is one placement for each assumption about how long a
-    microbatch's way takes. The best of them is found by simulation.
-    """
-    found = [x for x, _ in _flows(layers, stage_ranks, microbatches, _STRETCHES, memory, speeds)]
-    return [partition for partition in dict.fromkeys(found) if partition is not None]
-
-
-def flow_bound(layers: Sequence[LayerCost], ranks: int, microbatches: int) -> float:
-    """Bounds the span of any placement of a V, whatever its schedule. Messages take no time.
-
-    Raises:
-        PartitionError: There are fewer layers than stages, or too many for the search.
-    """
-    enough(len(layers), 2 * ranks)
-    for _, bound in _flows(layers, v_stage_ranks(ranks), microbatches, (1.0,)):
-        return microbatches * bound
-    raise PartitionError(f"{len(layers)} layers on {ranks} ranks are too many to bound")
-
-
-def _flows(
-    layers: Sequence[LayerCost],
-    stage_ranks: Sequence[int],
-    microbatches: int,
-    stretches: Iterable[float],
+    stretches: Iterable[float] = _STRETCHES,
     memory: MemoryLimits | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Iterator[tuple[Partition | None, float]]:
-    """Yields a placement of nearly the least time, and seconds that none is below."""
+    """Places a V so that microbatches flow through it, and not only so that loads are even.
+
+    A rank on which all layers are frozen, say, has nothing but F's, and all of them lie between the
+    first F and the last F of rank 0. For each assumption about how long a microbatch's way takes,
+    yields a placement of nearly the least time, and seconds that none is below. The best placement
+    is found by simulation.
+    """
     weights = [layer.seconds for layer in layers]
     chunks = _Chunks(weights, stage_ranks, memory, rank_speeds(speeds, max(stage_ranks) + 1))
     if not chunks.is_small_v:

@@ -332,7 +332,7 @@ class _Search:
             for memory in self.estimates():
                 microbatches, ranks = self.replica.mesh.microbatches, self.stage_ranks
                 flows = flowing(self.layers, ranks, microbatches, memory=memory, speeds=self.rates)
-                found += [partition.bounds for partition in flows]
+                found += [partition.bounds for partition, _ in flows if partition]
         return found
 
     # -- memory ------------------------------------------------------------------------------------

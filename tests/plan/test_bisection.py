@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,6 @@ from dynmo.plan.bisection import (
     Chain,
     chunked,
     exact,
-    flow_bound,
     flowing,
     integer_sums,
     ties,
@@ -26,6 +26,7 @@ from dynmo.plan.bisection import (
 from dynmo.plan.evaluate import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.schedule.automatic.vshape import v_shape
+from dynmo.schedule.generators import v_stage_ranks
 from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.simulator import simulate
 
@@ -371,6 +372,10 @@ def frozen_half() -> tuple[LayerCost, ...]:
 
 
 @pytest.mark.matrix
+def placed(*given: Any, **known: Any) -> list[Partition]:
+    return [partition for partition, _ in flowing(*given, **known) if partition]
+
+
 def test_flowing_placements_take_less_time_than_even_loads() -> None:
     ranks, m, layers = 24, 48, trace("freezing", 48, 2048)[18]
     placement = v_shaped(ranks)
@@ -381,25 +386,25 @@ def test_flowing_placements_take_less_time_than_even_loads() -> None:
             v_shape("v-auto", costs, m, first_trainable=frozen_stages(costs)), costs
         ).span
 
-    found = flowing(layers, placement, m)
+    found = placed(layers, placement, m)
     even = chunked([x.seconds for x in layers], placement)
     assert min(map(span, found)) < span(even) * 0.97
-    assert flowing(layers, placement, m) == found
+    assert placed(layers, placement, m) == found
 
 
 def test_flowing_placements_fit_the_memory() -> None:
     ranks, m, layers = 4, 8, frozen_half()
     placement = v_shaped(ranks)
     memory = MemoryLimits(layers, (((m, 0),),) * 8, (7 * (m + 1),) * 8)
-    found = flowing(layers, placement, m, memory=memory)
+    found = placed(layers, placement, m, memory=memory)
     assert found
     assert all(fits(memory, partition.bounds, placement) for partition in found)
     full = MemoryLimits(layers, (((m, 0),),) * 8, (5 * (m + 1),) * 8)
-    assert flowing(layers, placement, m, memory=full) == []
+    assert placed(layers, placement, m, memory=full) == []
 
 
 def test_flowing_is_for_a_v() -> None:
-    assert flowing(frozen_half(), looped(4, 2), 8) == []
+    assert placed(frozen_half(), looped(4, 2), 8) == []
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 12, 23, 44])
@@ -411,7 +416,8 @@ def test_no_placement_and_schedule_is_below_the_flow_bound(seed: int) -> None:
         f, b, w = draw.uniform(0.1, 3.0), draw.choice([0.2, 2.0]), draw.choice([0.2, 2.0])
         layers.append(LayerCost(f, b, w))
     m = draw.randint(1, 5)
-    bound = flow_bound(layers, 2, m)
+    _, bound = next(flowing(layers, v_stage_ranks(2), m, (1.0,)))
+    bound *= m
     spans = list[float]()
     for inner in combinations(range(1, 7), 3):
         costs = pipeline_costs(layers, Partition.from_bounds((0, *inner, 7)))
