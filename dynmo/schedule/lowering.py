@@ -129,7 +129,6 @@ class Program:
     rank: int
     stages: tuple[int, ...]
     microbatches: int
-    first_trainable: int
     instructions: tuple[Instruction, ...]
     depth: dict[Channel, int]
     varying: frozenset[Channel] = frozenset()
@@ -254,7 +253,6 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
                 rank,
                 schedule.stages_of(rank),
                 schedule.microbatches,
-                schedule.first_trainable,
                 tuple(instructions),
                 own,
                 changing,
@@ -278,15 +276,13 @@ def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channe
 
 def depths(schedule: Schedule) -> dict[Channel, int]:
     """Compute how far each channel's sender may be ahead: `credits` behind a forward-only stage."""
-    depths: dict[Channel, int] = {}
+    depths, m = dict[Channel, int](), schedule.microbatches
     for s, (low, high) in enumerate(pairwise(schedule.stage_ranks)):
-        frozen = s < schedule.first_trainable
-        if low == high:
-            continue
-        ahead = max(1, schedule.ahead) if frozen else schedule.microbatches
-        depths[Channel(s, Direction.ACTIVATION, low, high)] = ahead
-        if not frozen:
-            depths[Channel(s, Direction.GRADIENT, high, low)] = schedule.microbatches
+        if low != high and s < schedule.first_trainable:
+            depths[Channel(s, Direction.ACTIVATION, low, high)] = max(1, schedule.ahead)
+        elif low != high:
+            depths[Channel(s, Direction.ACTIVATION, low, high)] = m
+            depths[Channel(s, Direction.GRADIENT, high, low)] = m
     return depths
 
 

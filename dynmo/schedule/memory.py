@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
@@ -152,8 +152,10 @@ def _peak(
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
+    largest = {s: max((x.gradient_bytes for x in own), default=0) for s, own in stages.items()}
     freed = {(s, k): sum(_freed(x, k) for x in own) for s, own in stages.items() for k in Kind}
-    workspaces = {(s, k): _workspace(own, k) for s, own in stages.items() for k in Kind}
+    shapes = product(stages.items(), Kind, (False, True))
+    workspaces = {(s, k, fresh): _workspace(own, k, fresh) for (s, own), k, fresh in shapes}
     inboxes = _inboxes(layers, bounds, schedule, rank)
     receives = sum(size * min(count, m) for size, count in inboxes.values())
     undecided = 0
@@ -165,31 +167,21 @@ def _peak(
     for done, (kind, s, j) in enumerate(schedule.ops[rank]):
         if done == pending:
             live -= undecided
-        weighs = kind is Kind.W or kind is Kind.BW
+        weighs, held = kind in (Kind.W, Kind.BW), freed[s, kind] * (s >= schedule.first_trainable)
         group, in_group = divmod(j, group_size)
         folded = _folded(group + 1, accumulation_groups) if weighs else 0
         # The first W of an accumulation group makes its gradients.
         made = gradients[s] if weighs and in_group == 0 else 0
         # A group of one microbatch is made and folded layer by layer: not all of its gradients are
         # live at one time.
-        spared = 0
-        if folded and group_size == 1:
-            spared = made - max(x.gradient_bytes for x in stages[s])
-        if kind is Kind.F and s >= schedule.first_trainable:
-            live += freed[s, kind]
-        if kind is Kind.W:
-            live += made
+        spared = made - largest[s] if folded and group_size == 1 else 0
+        live += held * (kind is Kind.F) + made * (kind is Kind.W)
         if kind is not Kind.W:
             size, count = inboxes.get((s, kind is Kind.F), (0, 0))
             receives -= size * (m - 1 - j < count)
-        workspace = workspaces[s, kind]
-        if kind is Kind.BW and made:
-            workspace = _workspace(stages[s], kind, fresh=True)
+        workspace = workspaces[s, kind, kind is Kind.BW and made > 0]
         most = max(most, live + reduction + receives + workspace - spared)
-        if kind is not Kind.F:
-            live -= freed[s, kind]
-        if kind is Kind.BW:
-            live += made
+        live += made * (kind is Kind.BW) - held * (kind is not Kind.F)
         if weighs and in_group + 1 == group_size:
             most = max(most, live - spared)
             live -= gradients[s] * folded
@@ -215,7 +207,7 @@ def _folded(group: int, accumulation_groups: int) -> int:
     return merged + (group.bit_count() - 1 if group == accumulation_groups else 0)
 
 
-def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:
+def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool) -> int:
     """Bound the bytes that an op of a stage needs beside its live memory.
 
     In F the layers above hold nothing yet. In B they hold no more than W needs, in W nothing more.

@@ -199,7 +199,7 @@ TAKES = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
 
 def programs(depth: int, *rows: Sequence[Instruction]) -> tuple[Program, ...]:
     depths = dict.fromkeys((DOWN, ACROSS, BACK), depth)
-    return tuple(Program(rank, (rank,), 2, 0, tuple(row), depths) for rank, row in enumerate(rows))
+    return tuple(Program(rank, (rank,), 2, tuple(row), depths) for rank, row in enumerate(rows))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def transport(world: World, messages: int, depth: int, varying: bool = False) ->
     """One channel, from rank 0 to rank 1."""
     changing = frozenset({DOWN}) if varying else frozenset()
     programs = tuple(
-        Program(rank, (rank,), messages, 0, (), {DOWN: depth}, changing) for rank in range(2)
+        Program(rank, (rank,), messages, (), {DOWN: depth}, changing) for rank in range(2)
     )
     return Transport(world, programs)
 

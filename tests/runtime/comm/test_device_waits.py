@@ -133,7 +133,7 @@ def announce(monkeypatch: pytest.MonkeyPatch, *trains: bool, ragged: bool = Fals
 
 def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
     return Transport(
-        world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2))
+        world, tuple(Program(rank, (rank,), messages, (), {DOWN: depth}) for rank in range(2))
     )
 
 
