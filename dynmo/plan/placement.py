@@ -245,6 +245,8 @@ class _Search:
 
     def fitter(self, here: Plan, bounds: Bounds) -> Plan:
         """The one of two plans that fits better, or else the faster one."""
+        if self.hopeless(here, bounds):
+            return here
         try:
             plan = self.evaluate(bounds)
         except ScheduleError:
@@ -368,17 +370,19 @@ class _Search:
         mesh, partition = self.replica.mesh, Partition.from_bounds(bounds)
         return evaluate(self.replica.problem, Choice(mesh, partition, self.recomputed))
 
-    def least(self, bounds: Bounds) -> float:
-        """Seconds that no schedule of this placement can beat."""
+    def hopeless(self, best: Plan, bounds: Bounds) -> bool:
+        """True if `best` fits, and no schedule of the other placement is as fast."""
+        if best.beyond:
+            return False
         replica, partition = self.replica, Partition.from_bounds(bounds)
         work, costs = replica.problem.work, replica.costs(self.layers, partition)
         first = min(partition.owner(replica.problem.profile.first_trainable), self.stages - 1)
         m, ranks = replica.mesh.microbatches, self.stage_ranks
-        return lower_bound(costs, m, first, work.objective, stage_ranks=ranks)
+        least = lower_bound(costs, m, first, work.objective, stage_ranks=ranks)
+        return least > best.step * (1 + _SAME)
 
     def better(self, best: Plan, bounds: Bounds) -> Plan:
-        hopeless = not best.beyond and self.least(bounds) > best.step * (1 + _SAME)
-        if hopeless or bounds in self.judged:
+        if bounds in self.judged or self.hopeless(best, bounds):
             return best
         self.judged[bounds] = None
         try:
