@@ -248,7 +248,7 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
         decisions = [
             {
                 "step": record.problem.work.step,
-                "kind": record.kind,
+                "kind": record.rules.kind,
                 "decided": record.answer,
                 "again": again.answer,
                 "reason": again.verdict.reason,
@@ -262,7 +262,7 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
         [
             {
                 "step": str(record.problem.work.step),
-                "what": record.kind,
+                "what": record.rules.kind,
                 "again": "the same"
                 if again.answer == record.answer
                 else f"differs: {json.dumps(again.answer)}",

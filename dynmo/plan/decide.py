@@ -55,7 +55,7 @@ from dynmo.plan.best import NoMeshFitsError, handicap, search
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import kept_ranks, moves_between_ranks, uniform
 from dynmo.plan.pays import Change, Verdict, at, confirm, gain_of, intervals, pays
-from dynmo.plan.problem import Allowed, Choice, Kind, Layers, Problem, Readings, Rules
+from dynmo.plan.problem import Allowed, Choice, Layers, Problem, Readings, Rules
 from dynmo.schedule.catalogue import SHAPES, entry
 from dynmo.schedule.memory import least_limit
 from dynmo.schedule.simulator import simulate
@@ -508,10 +508,6 @@ class DecisionRecord:
     rules: Rules
     readings: Readings
     answer: dict[str, Any]
-
-    @property
-    def kind(self) -> Kind:
-        return self.rules.kind
 
     @property
     def stays(self) -> bool:

@@ -395,11 +395,11 @@ def question(
     workload: Workload, step: int, layers: Layers, halves: tuple[Layers, ...], current: Partition
 ) -> DecisionRecord:
     """Returns what a run would decide on before a step."""
-    policy, problem = workload.policy, _problem(workload, layers)
+    policy, (problem, mesh) = workload.policy, _known(workload, layers)
     work = replace(problem.work, seed=policy.seed, step=step, end=workload.steps)
     readings = Readings(halves, seconds_per_byte=policy.seconds_per_byte)
-    choice = Choice(_mesh(workload, problem), current)
-    return DecisionRecord(replace(problem, work=work), choice, Rules(balance=policy), readings, {})
+    problem, rules = replace(problem, work=work), Rules(balance=policy)
+    return DecisionRecord(problem, Choice(mesh, current), rules, readings, {})
 
 
 def _decide(asked: DecisionRecord) -> Rebalance | None:
@@ -422,7 +422,7 @@ def _decide(asked: DecisionRecord) -> Rebalance | None:
     )
 
 
-def _problem(workload: Workload, layers: Layers) -> Problem:
+def _known(workload: Workload, layers: Layers) -> tuple[Problem, Mesh]:
     stage_ranks = stage_ranks_of(workload.schedule, workload.ranks, workload.chunks)
     pairs = {(min(a, b), max(a, b)) for a, b in pairwise(stage_ranks) if a != b}
     links = tuple((pair, workload.link.to_link_cost()) for pair in sorted(pairs))
@@ -430,12 +430,8 @@ def _problem(workload: Workload, layers: Layers) -> Problem:
     profile = Profile(layers, workload.names, trained, links, microbatch=1)
     work = Work(workload.objective, chunks=workload.chunks, cost=workload.policy.cost)
     speeds = None if workload.speeds is None else tuple(workload.speeds)
-    return Problem(profile, work, workload.memory_limit, speeds)
-
-
-def _mesh(workload: Workload, problem: Problem) -> Mesh:
-    size, name = workload.microbatches, workload.schedule
-    return problem.mesh(workload.ranks, size, name, workload.replicas)
+    problem, count = Problem(profile, work, workload.memory_limit, speeds), workload.microbatches
+    return problem, problem.mesh(workload.ranks, count, workload.schedule, workload.replicas)
 
 
 @final
@@ -450,8 +446,8 @@ class _Steps:
         self.perfect = cache(self._perfect)
 
     def _plan(self, layers: Layers, partition: Partition) -> Plan:
-        problem = _problem(self.workload, layers)
-        return evaluate(problem, Choice(_mesh(self.workload, problem), partition)).check_room()
+        problem, mesh = _known(self.workload, layers)
+        return evaluate(problem, Choice(mesh, partition)).check_room()
 
     def _time(self, layers: Layers, known: Layers, partition: Partition) -> StepTime:
         """Time of a step under the schedule made from the costs that were known last."""
@@ -555,9 +551,9 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
 def _on(ranks: int, workload: Workload, layers: Layers) -> tuple[float, tuple[int, ...]]:
     """The seconds of a step on so many ranks, and the placement that the balancer proposes."""
     workload = workload.model_copy(update={"ranks": ranks})
-    problem, name = _problem(workload, layers), workload.policy.balancer
+    (problem, mesh), name = _known(workload, layers), workload.policy.balancer
     allowed = Allowed(ranks, workload.microbatches, balancer="exact" if name == "none" else name)
-    plan = plan_on(problem, _mesh(workload, problem), allowed).check_room()
+    plan = plan_on(problem, mesh, allowed).check_room()
     return _Steps(workload).with_reductions(plan.timeline, plan).seconds, plan.partition.counts
 
 

@@ -91,7 +91,7 @@ class RunLog:
             return
         path = self._folder / DECISIONS
         for each in decisions:
-            if each.stays and each.kind in self._stayed:
+            if each.stays and each.rules.kind in self._stayed:
                 continue
             try:
                 self._decisions = self._decisions or LineLog(path)
@@ -100,9 +100,9 @@ class RunLog:
                 _logger.warning(f"{path} cannot be written: {error.strerror}")
                 return
             if each.stays:
-                self._stayed.add(each.kind)
+                self._stayed.add(each.rules.kind)
             else:
-                self._stayed.discard(each.kind)
+                self._stayed.discard(each.rules.kind)
 
     def close(self) -> None:
         for sink in self._sinks:
