@@ -5,12 +5,13 @@ from typing import NoReturn
 
 from dynmo.cli import main
 from dynmo.elastic.launcher.ending import end_process
+from dynmo.errors import Interrupted
 
 
 def run() -> NoReturn:
     """Runs the command line, and ends the process with its status."""
     status = main()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or status == Interrupted.exit_status:  # threads may still plan
         end_process(status)
     sys.exit(status)
 

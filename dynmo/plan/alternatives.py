@@ -80,9 +80,12 @@ def alternatives(plan: Plan, allowed: Allowed) -> dict[str, list[Alternative]]:
         return math.inf if other.plan is None else other.plan.step
 
     # Most time goes into compiled loops, which run beside each other. A user's balancer may not.
-    with ThreadPoolExecutor(os.cpu_count() if allowed.balancer in BALANCERS else 1) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count() if allowed.balancer in BALANCERS else 1)
+    try:
         found = {kind: pool.map(attempt, trials) for kind, trials in others.items()}
         return {kind: sorted(plans, key=step) for kind, plans in found.items()}
+    finally:  # an interruption does not wait for the trials
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _resized(mesh: Mesh, factors: Iterable[float]) -> Iterator[Mesh]:

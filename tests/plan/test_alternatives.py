@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.plan.alternatives import alternatives, choose_schedule, plan_or_suggest, rank_table
+from dynmo.plan.alternatives import (
+    Alternative,
+    Trial,
+    alternatives,
+    choose_schedule,
+    plan_or_suggest,
+    rank_table,
+)
 from dynmo.plan.evaluate import Plan
 from dynmo.plan.problem import Allowed, Problem
 from dynmo.schedule.catalogue import AUTO, SCHEDULES, shapes_of
@@ -37,6 +45,26 @@ def test_alternatives_of_a_plan() -> None:
         assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
         for plan in plans:
             replayed(plan)
+
+
+def test_an_interruption_drops_the_trials_that_have_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, begun = ask(profile(12), 3, 6), list[Trial]()
+    plan = plan_or_suggest(*asked)
+
+    def attempt(trial: Trial, quick: bool = False) -> Alternative:
+        begun.append(trial)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return Alternative(trial[0], None)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("dynmo.plan.alternatives._attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        alternatives(plan, asked[2])
+    assert len(begun) < 10, "of 19"
 
 
 def test_smaller_microbatches_scale_time_and_activations() -> None:

@@ -371,11 +371,11 @@ def frozen_half() -> tuple[LayerCost, ...]:
     )
 
 
-@pytest.mark.matrix
 def placed(*given: Any, **known: Any) -> list[Partition]:
     return [partition for partition, _ in flowing(*given, **known) if partition]
 
 
+@pytest.mark.matrix
 def test_flowing_placements_take_less_time_than_even_loads() -> None:
     ranks, m, layers = 24, 48, trace("freezing", 48, 2048)[18]
     placement = v_shaped(ranks)

@@ -1,4 +1,4 @@
-"""The end of a process that has used torch."""
+"""The end of a process whose threads may still work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NoReturn
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends a process that has used torch, without the finalization of Python and torch.
+    """Ends a process without the finalization of Python and torch.
 
     A thread of a process group may still be ending. Finalization would then abort the process,
-    although its work is done. Exit functions have run and output is flushed.
+    although its work is done. It would also wait for threads that plan. Exit functions have run and
+    output is flushed.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
