@@ -73,42 +73,6 @@ def length_of(whole: bool, clock: Floats) -> float:
     return worst
 
 
-@inlined
-def _by_policy(policy, memory, r, t, count, last, arrival, took):
-    """Return the op that a rank takes now (-1: none), and when it looks again without one."""
-    n, (hold, stash, cap, live) = len(took) // 3, memory
-    inside, stashed = count[r] - count[n + r], count[n + r] - count[2 * n + r]
-    forward, backward, blocked, soonest = False, False, False, NEVER
-    for lane in (r, n + r):
-        at, need = arrival[lane], live - hold + stash
-        if lane == r:
-            # After this F the rank must still be able to empty itself: W's first, then B and W in
-            # turn.
-            need = max(live + hold, (inside + 1) * hold, inside * hold + stash)
-            if inside >= policy[WARM, r]:
-                at = NEVER
-        if at > t:
-            if at < NEVER and need <= cap:
-                soonest = min(soonest, at)
-        elif need > cap:
-            blocked = True
-        elif lane == r:
-            forward = True
-        else:
-            backward = True
-    prefer, lane = policy[PREFER, r], -1
-    in_turn = prefer == IN_TURN and last == n + r
-    if forward and (not backward or prefer == F_FIRST or in_turn):
-        lane = 2 * n + r if stashed >= policy[SAVE, r] else r
-    elif backward:
-        lane = n + r
-    elif stashed > 0:
-        gap = 4 * (soonest - t) >= policy[WAIT, r] * took[2 * n + r]
-        if blocked or soonest >= NEVER or gap:
-            lane = 2 * n + r
-    return lane, soonest
-
-
 @jit()
 def run_list(
     case: Case,
@@ -171,12 +135,41 @@ def run_list(
         t = wake[r]
         if t >= NEVER:
             return NEVER, visited
+        lane, soonest = -1, NEVER
         if by_policy:
-            memory = hold[r], stash[r], cap[r], live[r]
-            lane, soonest = _by_policy(policy, memory, r, t, count, last[r], arrival, took)
+            inside, stashed = count[r] - count[n + r], count[n + r] - count[2 * n + r]
+            at, forward, backward, blocked = arrival[r], False, False, False
+            if at < NEVER and inside < policy[WARM, r]:
+                # After this F the rank must still be able to empty itself: W's first, then B and W
+                # in turn.
+                need = max(live[r] + hold[r], (inside + 1) * hold[r], inside * hold[r] + stash[r])
+                if need > cap[r]:
+                    blocked = at <= t
+                elif at <= t:
+                    forward = True
+                else:
+                    soonest = at
+            at = arrival[n + r]
+            if at < NEVER:
+                if live[r] - hold[r] + stash[r] > cap[r]:
+                    blocked = blocked or at <= t
+                elif at <= t:
+                    backward = True
+                else:
+                    soonest = min(soonest, at)
+            prefer = policy[PREFER, r]
+            in_turn = prefer == IN_TURN and last[r] == n + r
+            if forward and (not backward or prefer == F_FIRST or in_turn):
+                lane = 2 * n + r if stashed >= policy[SAVE, r] else r
+            elif backward:
+                lane = n + r
+            elif stashed > 0:
+                gap = 4 * (soonest - t) >= policy[WAIT, r] * took[2 * n + r]
+                if blocked or soonest >= NEVER or gap:
+                    lane = 2 * n + r
         else:
             own = held[first[r] : first[r + 1]]
-            lane, soonest, key, soon, soon_key = -1, NEVER, NEVER, NEVER, NEVER
+            key, soon, soon_key = NEVER, NEVER, NEVER
             for s in own:
                 for each in range(s, 3 * n, n):
                     at = arrival[each]

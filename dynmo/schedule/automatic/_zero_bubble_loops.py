@@ -80,9 +80,9 @@ def search(
     `room` is the greatest warm-up that each rank's memory takes. Returns the time of the best
     order, the effort and the order.
     """
-    keys, start, clock = np.empty((0, 0)), np.empty((0, 0)), np.empty((2, len(room)))
+    keys, start, clock = np.zeros((0, 0)), np.zeros((0, 0)), np.zeros((2, len(room)))
     shape, chosen = (len(room), 3 * case.m), starts[0]
-    order, trial = np.empty(shape, np.int32), np.empty(shape, np.int32)
+    order, trial = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     best, spent, turn, state = NEVER, 0, 0, np.uint64(_SEED)
     while best > goal and (spent < budget or best >= NEVER):
         varied = turn >= len(starts)
