@@ -48,6 +48,7 @@ _SAME = 1e-9
 _TRIES, _QUICK_TRIES = 600_000, 30_000
 _STARTS = 3  # placements from which a round descends, for each stage of a rank
 _ROUNDS = 3  # the most times that the schedule is made anew for the best placement
+_NEAR = 4  # placements that nearly fit whose layers are tried with recomputing
 _FITTING_ROUNDS = 6  # the same, if the memory is short
 # Ops replayed in one round: some tenths of a second. With several stages per rank the schedule of a
 # placement decides more than its order under another's schedule.
@@ -85,7 +86,8 @@ def place(
 
     if recompute == "all":
         return search(every)
-    plan = search()
+    fitting = _Search(replica, current, frozenset())
+    plan = fitting.run(quick)
     if recompute == "none" or replica.limits is None:
         return plan
     # One candidate fits without recomputing. The other one is the placement that would be best with
@@ -94,6 +96,10 @@ def place(
     plans, free = [plan], search(limited=False)
     if not plan.beyond and plan.step <= free.step:
         return plan
+    # Faster placements that nearly fit may need few recomputed layers.
+    near = [x for x in fitting.judged.values() if x and x.beyond and x.step < plan.step]
+    near.sort(key=lambda x: x.beyond)
+    plans += [recomputing(replica, x) for x in near[:_NEAR]]
     for _ in range(_ROUNDS):
         plans.append(recomputing(replica, free))
         if plans[-1].beyond:

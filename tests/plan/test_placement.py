@@ -439,6 +439,28 @@ def test_recomputed_layers_are_close_to_the_best(name: str, cases: int) -> None:
     assert sum(found) <= sum(least) * (1.01 if name == "1f1b" else 1.1)
 
 
+def test_a_placement_that_nearly_fits_recomputes_few_layers() -> None:
+    draw = random.Random(133)
+    layers = tuple(
+        LayerCost(
+            f := draw.uniform(1, 4),
+            f,
+            f / 2,
+            weight_bytes=draw.randint(50, 250),
+            activation_bytes=(held := draw.randint(80, 320)),
+            stash_bytes=held // 2,
+            output_bytes=20,
+        )
+        for _ in range(12)
+    )
+    problem, mesh, _ = ask(profile(layers), 4, 8, "1f1b")
+    problem = replace(problem, memory_limit=int(0.8 * max(place(problem, mesh).memory)))
+    # The placements that fit without recomputing, or that would be best with more memory, take 234.
+    plan = place(problem, mesh, recompute="auto")
+    assert (plan.beyond, len(plan.recomputed) < 6) == (0, True)
+    assert plan.step < 231
+
+
 def test_nothing_is_recomputed_if_everything_fits() -> None:
     problem, mesh, _ = ask(profile(heavy(random.Random(0), 6)), 2, 4)
     free = place(problem, mesh)
