@@ -164,7 +164,8 @@ def _by_hand(p: int, m: int, frozen: int) -> list[tuple[Ints, Ints, Ints]]:
     """
     orders, rank = list[tuple[Ints, Ints, Ints]](), np.arange(p)
     for size, holds in ((1, 0), (1, 1), (2, 1)):
-        kinds = in_turn(m, size * (p - 1 - rank), holds * size * (rank - frozen))
+        ahead = np.where(rank < frozen, m, size * (p - 1 - rank))
+        kinds = in_turn(m, ahead, holds * size * (rank - frozen))
         nf, nb, nw = ((kinds == kind).cumsum(axis=1).T for kind in range(3))
         orders.append((kinds * p + rank[:, None], nf - nb, nb - nw))
     return orders

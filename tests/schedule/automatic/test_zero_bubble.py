@@ -137,6 +137,16 @@ def test_schedule_is_valid_and_within_caps(
             assert time <= simulate(by_hand, costs).length(objective) * (1 + 1e-9)
 
 
+def test_schedule_behind_a_frozen_prefix_is_no_worse_than_the_one_made_by_hand() -> None:
+    p, m, first = 16, 36, 9
+    stages = [stage(3, 2, 1, 2, 1) if s >= first else stage(3, 0, 0, 2, 1) for s in range(p)]
+    stages[13] = stage(6, 2, 1, 2, 1)
+    costs = Costs(tuple(stages), (2.0,) * (p - 1))
+    by_hand = make("zb-h2", p, m, first_trainable=first)
+    found = automatic(costs, m, caps=peak_memory(by_hand, costs), first_trainable=first)
+    assert simulate(found, costs).span <= simulate(by_hand, costs).span == 358
+
+
 def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
     """Costs, the same with median times, m, caps and the first trainable stage."""
     p = rng.randint(2, 12)
