@@ -339,6 +339,14 @@ def test_placement_without_a_schedule_is_skipped(monkeypatch: pytest.MonkeyPatch
     assert len(asked) < 30
 
 
+def test_first_quick_plan_is_the_evenest_of_the_least_bottleneck() -> None:
+    # Layer 0 decides alone. Where layers are known to be somewhere, the fewest move.
+    layers = [LayerCost(x, x, x) for x in (6.0, 1.0, 1.0, 1.0, 1.0)]
+    for known, counts in (({}, (1, 2, 2)), ({"partition": (2, 2, 1)}, (1, 3, 1))):
+        plan = place(*ask(profile(layers, **known), 3, 6)[:2], quick=True)
+        assert plan.partition.counts == counts
+
+
 def test_no_schedule_is_made_for_a_placement_whose_work_alone_takes_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
