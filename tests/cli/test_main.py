@@ -106,3 +106,16 @@ def test_an_interrupt_while_a_command_is_loaded_is_told(
     monkeypatch.setattr("dynmo.cli.import_module", Mock(side_effect=KeyboardInterrupt))
     assert main(["plan"]) == 130
     assert capsys.readouterr().err == "dynmo: interrupted\n"
+
+
+def test_interrupted_command_waits_for_no_thread() -> None:
+    """A thread that plans cannot be interrupted."""
+    lines = (
+        "import time, dynmo.__main__",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "ThreadPoolExecutor(1).submit(time.sleep, 600)",
+        "dynmo.__main__.main = lambda: 130",
+        "dynmo.__main__.run()",
+    )
+    done = subprocess.run([sys.executable, "-c", "; ".join(lines)], timeout=60, check=False)
+    assert done.returncode == 130
