@@ -178,10 +178,10 @@ class Chain:
         self.sums = np.array(integer_sums(weights), np.int64)
         self.speeds = rank_speeds(speeds, ranks)
         self.sends = np.zeros((ranks, self.layers + 1))  # times of sending, [stage, stop]
-        for boundary, link in enumerate(links or ()):
-            self.sends[boundary, 1:] = [link.seconds(size) for size in output_bytes]
         total = math.fsum(weights)
-        self.sends *= int(self.sums[-1]) / total if total else 1.0
+        scale = min(int(self.sums[-1]) / total, 1e300) if total else 1.0
+        for boundary, link in enumerate(links or ()):
+            self.sends[boundary, 1:] = [link.seconds(size) * scale for size in output_bytes]
         self.memory_tables = _memory_tables(memory, self.layers, ranks)
         self.tables = (self.sums, self.speeds, self.sends, *self.memory_tables)
 

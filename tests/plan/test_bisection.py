@@ -218,6 +218,12 @@ def test_bottleneck_is_exact_to_the_last_bit():
         assert exact([3 * unit, unit, unit, unit], 2).counts == (1, 3)
 
 
+def test_the_smallest_weights_there_are_have_a_placement() -> None:
+    least, link = math.ulp(0.0), LinkCost(0.0, 1e9)
+    assert exact([least] * 4, 2) == Partition((2, 2))
+    assert exact([least] * 4, 2, links=[link], output_bytes=[0, 5, 0, 0]).stages == 2
+
+
 def test_each_trial_halves_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = list[float]()
 
