@@ -96,6 +96,7 @@ RUNS = (
     Run("freezing", "real"),
     Run("handed_on", "real"),
     Run("heavy_head", "real"),
+    Run("host", "real"),
     Run("learning", "real", picture="learning"),
     Run("learning", "real", "--what experts", picture="learning_experts", file="learning_experts"),
     Run("long_run", "real", picture="long_run"),

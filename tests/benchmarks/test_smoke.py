@@ -59,6 +59,7 @@ LONG = (
     "executor_families --rounds 1 --hidden 64",
     "expert_parallel --steps 6",
     "experts --stride 12",
+    "host --rounds 1 --largest 8",
     "finetune --case lora-upper --rounds 1 --steps 1 --longest 32 --hidden 64 --blocks 4 --reach 0",
     "freezing --pairs 1 --steps 1 --microbatches 4",
     "joined --only simulated --stride 4 --seconds 1",
@@ -234,6 +235,12 @@ def check_decision_path(figures: dict[str, Any]) -> None:
         assert row["crossings"] <= 40
 
 
+def check_host(figures: dict[str, Any]) -> None:
+    for row in figures["middle_rank"]:
+        assert row["parts"]["zb-h1"]["w"] > 0
+        assert row["seconds"]["dynmo zb-h1"] > row["seconds"]["plain torch"]
+
+
 def check_planner(figures: dict[str, Any]) -> None:
     assert figures["uneven"]["failures"] == figures["uneven"]["cap_violations"] == 0
 
@@ -278,6 +285,7 @@ CHECKS = {
     "cases": check_case,
     "expert_parallel": check_expert_parallel,
     "finetune": check_finetune,
+    "host": check_host,
     "placement": check_placement,
     "decision_path": check_decision_path,
     "planner": check_planner,
