@@ -5,10 +5,9 @@ microbatches of 2 x 16 tokens. Small blocks show what a framework adds to torch'
 it is the time in which a rank's one thread launches kernels. All figures are processor seconds of a
 rank, all threads together, medians of sides that take turns.
 
-one rank      A whole step with AdamW: a plain loop as in torch's tutorials, torch's pipelining on
-              one rank, dynmo with B and W together (1f1b) and apart (zb-h1).
-two ranks     The blocks cut in half, both ranks together: torch's pipelining and dynmo under 1F1B,
-              dynmo under ZB-H1. torch's sides have no optimizer.
+one rank      A whole step with AdamW: a plain loop as in torch's tutorials, and dynmo with B and W
+              together (1f1b) and apart (zb-h1). torch's pipelining has no optimizer.
+two ranks     The same, the blocks cut in half, both ranks together.
 middle rank   Three ranks under ZB-H1. The middle one has all blocks, and messages on both sides.
               The outer ones scale what they get, so it never waits for long. Beside it the blocks
               alone in a plain loop.
