@@ -1,7 +1,7 @@
 """Same numbers: one digest for every number of ranks, schedule and balancer.
 
 Each test is a case with a name. `test_equality_drawn.py` draws the combinations. A plain PyTorch
-loop, which shares only the modules with dynmo, agrees closely.
+loop shares only the modules with dynmo.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def test_losses_and_weights_match_a_plain_torch_loop(
 ) -> None:
     """The loop uses torch's AdamW, clipping and backward on the same modules.
 
-    Losses and weights agree within a relative error of 1e-6.
+    Weights have the same bits. With clipping they agree within a relative error of 1e-6.
     """
     wanted = config(3, "zb-h2", BALANCERS["random"], freezing, clipping, dropout=0.0)
     got = run(pool, wanted, "train_and_weights")
@@ -293,7 +293,8 @@ def test_losses_and_weights_match_a_plain_torch_loop(
     for index, expected in enumerate(weights):
         actual = torch.tensor(ours[index], dtype=torch.float64)
         norm = torch.linalg.vector_norm
-        assert float(norm(actual - expected) / norm(expected)) < 1e-6, f"layer {index}"
+        most = 1e-6 if clipping else 0.0
+        assert float(norm(actual - expected) / norm(expected)) <= most, f"layer {index}"
 
 
 def _plain_loop(
@@ -302,7 +303,7 @@ def _plain_loop(
     parsed = parse(wanted)
     layers = torch.nn.ModuleList(model_of(parsed).build(range(6)))
     batches = Batches(open_corpus(SOURCE), 16, 10, 2, 7)
-    adamw = torch.optim.AdamW(decay_groups(layers, 0.1), lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    adamw = torch.optim.AdamW(decay_groups(layers, 0.1), lr=0.0, betas=(0.9, 0.95), fused=True)
     losses: list[float] = []
     for step in range(STEPS):
         if freezing:

@@ -76,7 +76,7 @@ def _names_of(case: Tables) -> dict[str, Any]:
     return vars(module)
 
 
-def _ended(case: Tables, make: Callable[[dict[str, Any]], Plain | Pipelined]) -> dict[str, Any]:
+def ended(case: Tables, make: Callable[[dict[str, Any]], Plain | Pipelined]) -> dict[str, Any]:
     done = list[Any]()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -99,9 +99,9 @@ def train(world: World, case: Tables, folder: str, config: Tables) -> dict[str, 
     told: dict[str, Any] = {}
     if world.rank == 0:
         own = Path(folder, "alone")
-        told["alone"] = _ended(case, lambda names: Pipelined(names, case, alone(), own))
+        told["alone"] = ended(case, lambda names: Pipelined(names, case, alone(), own))
     shared = Path(folder, "ranks")
-    told["ranks"] = _ended(case, lambda names: Pipelined(names, case, world, shared))
+    told["ranks"] = ended(case, lambda names: Pipelined(names, case, world, shared))
     return told
 
 
@@ -112,7 +112,7 @@ def draw_valid(seed: int, number: int) -> Tables:
 
 
 def train_plainly(case: Tables) -> dict[str, Any]:
-    return _ended(case, lambda names: Plain(names, case))
+    return ended(case, lambda names: Plain(names, case))
 
 
 def run_case(pool: Pool, case: Tables) -> Outcome:
