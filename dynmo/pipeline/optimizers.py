@@ -13,12 +13,8 @@ from torch import Tensor
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
 from dynmo.pipeline.options import SGD, AdamW, NamedOptimizer, PipelineOptions
-from dynmo.runtime.optim.parameter_groups import (
-    OptimizerSettings,
-    ParameterGroups,
-    Settings,
-    TorchSettings,
-)
+from dynmo.runtime.optim import fused
+from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 
 # Options that torch's schedulers change, beside rates such as `initial_lr`.
 _SCHEDULED = ("lr", "momentum", "betas")
@@ -26,27 +22,22 @@ _OF_SCHEDULERS = ("_lr", "_momentum")
 
 
 def settings_of(options: PipelineOptions) -> Settings:
-    optimizer, groups = options.optimizer, options.groups
-    if isinstance(optimizer, SGD):
-        return OptimizerSettings(
-            "sgd",
-            weight_decay=optimizer.weight_decay,
-            momentum=optimizer.momentum,
-            lr=optimizer.lr,
-            groups=groups,
+    given = options.optimizer
+    if isinstance(given, SGD):
+        given = partial(
+            fused.SGD, lr=given.lr, weight_decay=given.weight_decay, momentum=given.momentum
         )
-    if isinstance(optimizer, AdamW):
-        return OptimizerSettings(
-            "adamw",
-            optimizer.weight_decay,
-            (optimizer.betas[0], optimizer.betas[1]),
-            optimizer.eps,
-            lr=optimizer.lr,
-            groups=groups,
+    elif isinstance(given, AdamW):
+        given = partial(
+            fused.AdamW,
+            lr=given.lr,
+            weight_decay=given.weight_decay,
+            betas=(given.betas[0], given.betas[1]),
+            eps=given.eps,
         )
-    if isinstance(optimizer, NamedOptimizer):
-        return TorchSettings(_named(optimizer), groups)
-    return TorchSettings(optimizer, groups)
+    elif isinstance(given, NamedOptimizer):
+        given = _named(given)
+    return Settings(given, options.groups)
 
 
 def _named(optimizer: NamedOptimizer) -> Callable[..., torch.optim.Optimizer]:

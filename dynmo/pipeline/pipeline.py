@@ -73,7 +73,8 @@ from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.setup_lines import said_while
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.optim.parameter_groups import GroupRule, Make, ParameterGroups
+from dynmo.runtime.optim.parameter_groups import GroupRule, ParameterGroups
+from dynmo.runtime.optim.trial import Make
 from dynmo.runtime.state.digest import buffers_digest
 from dynmo.schedule.catalogue import ScheduleName
 from dynmo.schedule.op import Schedule
@@ -119,8 +120,8 @@ class Pipeline:
         world: The ranks, from `dynmo.init`.
         microbatches: Number of microbatches of a step, on each replica.
         optimizer: `dynmo.AdamW` or `dynmo.SGD`. Or a function from groups of parameters to one of
-            torch's optimizers, such as `functools.partial(torch.optim.RAdam, lr=1e-3)`. Each layer
-            has an optimizer of its own, so each parameter must be updated by itself.
+            torch's optimizers, such as `functools.partial(torch.optim.RAdam, lr=1e-3)`. Each rank
+            updates its own layers, so the update of a parameter may not read another's.
         groups: Takes the name of a parameter, as in `state_dict`, and the parameter without values.
             Returns a dict of the options that it has of its own, such as `{"weight_decay": 0.0}`,
             or None. The key "optimizer" gives it another function.

@@ -36,7 +36,7 @@ from dynmo.runtime.engine.profiler import weight_bytes
 from dynmo.runtime.layer.pieces import Cutter, token_pieces_of
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
-from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
+from dynmo.runtime.optim.parameter_groups import ParameterGroups, fused_class
 from dynmo.runtime.state.spread_groups import spread_linears, spreading
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.memory import Limit, least_limit, rank_limits
@@ -127,7 +127,7 @@ def static_costs(options: PipelineOptions, model: Model) -> tuple[LayerCost, ...
 def _groups(options: PipelineOptions, model: Model) -> ParameterGroups:
     settings = settings_of(options)
     # dynmo's own optimizers keep as many bytes for any group.
-    layers = [] if isinstance(settings, OptimizerSettings) else meta_layers(model)
+    layers = [] if fused_class(settings.make) else meta_layers(model)
     return ParameterGroups(settings, model, layers, torch.device("cpu"))
 
 
@@ -277,7 +277,7 @@ def _static_cost(
         name: gradient_bytes(p) * (times if p in spread else 1) for name, p in updated.items()
     }
     state = sum(
-        groups.state_bytes(index, name, p, trained[name] // max(1, p.numel()))
+        groups.group(index, name).state_bytes(p.shape, trained[name] // max(1, p.numel()))
         for name, p in updated.items()
     )
     masters = sum(trained[name] for name, p in updated.items() if p.dtype in LOW)

@@ -7,7 +7,7 @@ optimizers, or nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -115,24 +115,29 @@ class OptimizerStep:
 
     # -- changes to the layers ---------------------------------------------------------------------
 
+    @property
+    def trained(self) -> dict[int, LayerOptimizer]:
+        """The layers that train, in one order on all peers, wherever they came from."""
+        frozen = self._store.frozen.layers
+        return {i: own for i, own in sorted(self._store.optimizers.items()) if i not in frozen}
+
     def apply(self, squared_norms: Sequence[float], lr: Rates, max_norm: float) -> None:
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
-        self.each(
-            lambda index, optimizer: optimizer.step(
-                lr, clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
-            )
+        self._store.update.step(
+            {
+                optimizer: clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
+                for index, optimizer in self.trained.items()
+            },
+            lr,
         )
+        self.share()
 
-    def each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
-        """Calls `act` for each layer that trains. Waits for parameters with ZeRO-1."""
-        frozen, replicas = self._store.frozen.layers, self._store.replicas
-        # In one order on all peers, wherever their layers came from.
-        for index, optimizer in sorted(self._store.optimizers.items()):
-            if index not in frozen:
-                act(index, optimizer)
-                replicas.send_parameters(index)
-        replicas.finish("the parameters of the step")
+    def share(self) -> None:
+        """Exchanges the shares of updated parameters with the other replicas, with ZeRO-1."""
+        for index in self.trained:
+            self._store.replicas.send_parameters(index)
+        self._store.replicas.finish("the parameters of the step")
 
     def drop_gradients(self) -> None:
         for optimizer in self._store.optimizers.values():

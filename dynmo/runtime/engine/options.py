@@ -13,7 +13,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError
 from dynmo.plan.partition import Layouts, Partition, RecomputeRule
 from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.runtime.optim.parameter_groups import OptimizerSettings, Settings
+from dynmo.runtime.optim.parameter_groups import Settings
 from dynmo.schedule.memory import Limit
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]
@@ -74,7 +74,7 @@ class UpdateOptions:
             update without copies and is approximate. A user's optimizer keeps copies anyway.
     """
 
-    optimizer: Settings = field(default_factory=OptimizerSettings)
+    optimizer: Settings = field(default_factory=Settings)
     clip_scope: Literal["global", "local"] = "global"
     scaler: LossScaler | None = None
     post_validation: bool = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from dynmo.runtime.engine.norm_ring import (
 )
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepRecord
-from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.optim.optimizer import Piece, pieces_of
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -145,8 +145,8 @@ class PostValidation:
         pending = _Pending(step, step_output, lr, max_norm, stepped)
         if stepped:
             if self._copies:
-                for optimizer in self._store.optimizers.values():
-                    optimizer.keep()
+                for piece in self._pieces:
+                    piece.keep()
             self._pending, self._is_changing = pending, not self._copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             self._end.apply(
@@ -213,23 +213,27 @@ class PostValidation:
         else:
             end.scaler.observe(failed != NON_FINITE)
             self._done.append(replace(result, switch=switch))
-        for optimizer in self._store.optimizers.values():
-            optimizer.forget()
+        self._forget()
         end.drop_gradients()
         return failed is None
 
     def _take_back(self, pending: _Pending | None) -> None:
         """Takes back what this rank has made of a step. Peers exchange parameters, with ZeRO-1."""
-
-        def act(_: int, optimizer: LayerOptimizer) -> None:
-            if pending is None or not pending.stepped:
-                return
+        if pending is not None and pending.stepped:
             if self._copies:
-                optimizer.restore()
+                for piece in self._pieces:
+                    piece.restore()
             else:
-                optimizer.invert(pending.lr)
+                self._store.update.invert(self._end.trained.values(), pending.lr)
+        self._end.share()
 
-        self._end.each(act)
+    def _forget(self) -> None:
+        for piece in self._pieces:
+            piece.forget()
+
+    @property
+    def _pieces(self) -> Iterator[Piece]:
+        return pieces_of(self._store.optimizers.values())
 
     def recover(self, step: int | None, error: Exception) -> bool:
         """Has all ranks go on from the last step that all have ended. All of them have failed.
@@ -254,8 +258,7 @@ class PostValidation:
             self._take_back(undone)
         if undone is not None:
             undone.step_output.undo()
-            for optimizer in self._store.optimizers.values():
-                optimizer.forget()
+            self._forget()
             self._pending = None
         if is_ahead:
             assert undone is not None

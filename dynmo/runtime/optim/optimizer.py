@@ -1,7 +1,7 @@
-"""The optimizer of one layer, and a gradient norm for any placement.
+"""The parameters of one layer with their optimizer state, and a gradient norm for any placement.
 
-The norm does not depend on the placement. Each layer has its own optimizer object, so its state
-travels with it. A frozen layer is simply not stepped: no decay, no moments.
+The norm does not depend on the placement. State is kept by parameter, so it travels with the layer.
+A frozen layer is simply not stepped: no decay, no moments.
 
     parameter  -- float32: itself -->  source  -- a share of it -->  piece (the update sees it)
                -- lower:  `master` ->
@@ -12,20 +12,15 @@ precision has a float32 master from the time that it trains. It keeps the master
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.torch_private import scale_all
-from dynmo.runtime.optim.own_update import OwnUpdate, State
-from dynmo.runtime.optim.parameter_groups import LayerGroups, OptimizerSettings, Rates, Settings
-from dynmo.runtime.optim.state_form import NUMBER
-
-if TYPE_CHECKING:
-    from dynmo.runtime.optim.torch_update import TorchUpdate
+from dynmo.runtime.optim.parameter_groups import Group
+from dynmo.runtime.optim.trial import NUMBER
 
 # Elements of a norm block. A squared norm is summed over blocks, then over the blocks in order. So
 # it has the same bits however a weight is sharded.
@@ -52,10 +47,6 @@ def needs_master(parameter: Tensor) -> bool:
     return parameter.dtype not in (torch.float32, torch.float64)
 
 
-def decays(parameter: Tensor) -> bool:
-    return parameter.dim() >= 2
-
-
 def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
     """Returns first element and end of each parameter's range in a share.
 
@@ -73,157 +64,139 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
     return out
 
 
+class Piece:
+    """A parameter, or this replica's share of it, with its optimizer state.
+
+    Attributes:
+        span: First element and end of the share.
+        tensor: The tensor that the update sees. None for a parameter of lower precision that has
+            not trained yet.
+        state: Empty before the first step.
+        is_fresh: Whether the last step made the state.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, group: Group, span: tuple[int, int], is_whole: bool
+    ) -> None:
+        self.parameter, self.group, self.span, self._is_whole = parameter, group, span, is_whole
+        self.tensor: Tensor | None = None
+        self.state: dict[str, Any] = {}
+        self.is_fresh = False
+        self._kept: tuple[Tensor, dict[str, Any]] | None = None
+
+    @property
+    def dims(self) -> int:
+        return self.parameter.dim() if self._is_whole else 1
+
+    @property
+    def master(self) -> Tensor | None:
+        return self.tensor if needs_master(self.parameter) else None
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Returns this share's part of a tensor of the parameter's shape, as a view."""
+        return tensor if self._is_whole else tensor.reshape(-1)[slice(*self.span)]
+
+    def made(self, values: Tensor | None = None) -> Tensor:
+        """Returns `tensor`, which is made if the parameter trains for the first time."""
+        if self.tensor is None:
+            p = self.parameter
+            if needs_master(p):
+                given = (p if values is None else values).detach().to(p.device, torch.float32)
+                self.tensor = self.cut(given.contiguous()).clone()
+            else:
+                self.tensor = p if self._is_whole else self.cut(p.detach())
+        return self.tensor
+
+    def gradient(self) -> Tensor | None:
+        """Returns the gradient in the dtype of `tensor`, or None."""
+        if self.parameter.grad is None or not self.made().numel():
+            return None
+        return self.cut(self.parameter.grad).to(self.made().dtype)
+
+    def publish(self) -> None:
+        """Rounds the master into the parameter of lower precision, in this share's range."""
+        if self.master is not None:
+            self.cut(self.parameter.detach()).copy_(self.master)
+
+    def keep(self) -> None:
+        """Copies everything that the next step will change, for `restore`."""
+        if self.gradient() is not None:
+            state = {key: _copy(value) for key, value in self.state.items()}
+            self._kept = self.made().detach().clone(), state
+
+    def restore(self) -> None:
+        """Takes back the step since `keep`: the same bits as before it."""
+        if self._kept is not None:
+            with torch.no_grad():
+                self.made().copy_(self._kept[0])
+            self.state = self._kept[1]
+            self.publish()
+            self.forget()
+
+    def forget(self) -> None:
+        self._kept = None
+
+    @property
+    def bytes(self) -> int:
+        low, high = self.span
+        return (high - low) * self._element
+
+    @property
+    def new_bytes(self) -> int:
+        """The bytes of the state that the first step makes, as the optimizer's trial has shown."""
+        low, high = self.span
+        shape = self.parameter.shape if self._is_whole else (high - low,)
+        return self.group.state_bytes(shape, self._element)
+
+    @property
+    def _element(self) -> int:
+        return 4 if needs_master(self.parameter) else self.parameter.element_size()
+
+
 class LayerOptimizer:
-    """The optimizer of one layer: dynmo's own, or a user's.
+    """The optimizer state of one layer, which `Update` steps.
 
     A parameter that is not float32 is trained through a float32 master.
 
     Args:
+        group: Returns the group of a parameter by its name.
         shared: Names of parameters that another layer owns and updates (tied weights).
         share: The part that is here.
         masters: First masters, by name. The default is the parameters' values, if they train.
         undivided: Names of parameters that are here whole, whatever the share (experts that are
             spread over the replicas).
-        groups: Groups of the parameters. The default is one.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        group: Callable[[str], Group],
         shared: frozenset[str] = frozenset(),
         share: Share = WHOLE,
         masters: Mapping[str, Tensor] | None = None,
         undivided: Collection[str] = (),
-        groups: LayerGroups | None = None,
     ) -> None:
-        self.parameters = {name: p for name, p in module.named_parameters() if name not in shared}
-        divided = [name for name in self.parameters if name not in undivided]
-        ranges = dict(
-            zip(
-                divided,
-                cut([self.parameters[name].numel() for name in divided], share),
-                strict=True,
-            )
-        )
-        self.ranges = {
-            name: ranges.get(name, (0, p.numel())) for name, p in self.parameters.items()
-        }
+        named = {name: p for name, p in module.named_parameters() if name not in shared}
+        divided = [name for name in named if name not in undivided]
+        spans = dict(zip(divided, cut([named[x].numel() for x in divided], share), strict=True))
+        self._group = group
         self.whole = share.count == 1
-        self.masters: dict[str, Tensor] = {}
-        self._pieces: dict[str, Tensor] = {}
-        for name, p in self.parameters.items():
-            if p.requires_grad or not needs_master(p):
-                self._make_piece(name, (masters or {}).get(name, p))
-        # Parameters whose state the last step made. Taking that step back drops their state.
-        self._fresh: frozenset[str] = frozenset()
-        self._kept: dict[str, tuple[Tensor, dict[str, Any] | None]] | None = None
-        self._state: State = {}
-        matrices = {name for name, p in self.parameters.items() if decays(p)}
-        self._update = _make_update(settings, groups or LayerGroups(), matrices)
+        self.pieces = {
+            name: Piece(p, group(name), spans.get(name, (0, p.numel())), self.whole)
+            for name, p in named.items()
+        }
+        for name, piece in self.pieces.items():
+            if piece.parameter.requires_grad or not needs_master(piece.parameter):
+                piece.made((masters or {}).get(name))
 
-    def _make_piece(self, name: str, values: Tensor) -> None:
-        p = self.parameters[name]
-        if needs_master(p):
-            given = values.detach().to(p.device, torch.float32).contiguous()
-            self.masters[name] = self._pieces[name] = self._slice(name, given).clone()
-        else:
-            self._pieces[name] = p if self.whole else self._slice(name, p.detach())
-
-    def _piece(self, name: str) -> Tensor:
-        """Returns what the optimizer updates. A thawed parameter gets its master now."""
-        if name not in self._pieces:
-            self._make_piece(name, self.parameters[name])
-        return self._pieces[name]
-
-    def _piece_bytes(self, name: str) -> int:
-        low, high = self.ranges[name]
-        p = self.parameters[name]
-        return (high - low) * (4 if needs_master(p) else p.element_size())
-
-    def _slice(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns this share's part of a tensor of the parameter's shape, as a view."""
-        if self.whole:
-            return tensor
-        low, high = self.ranges[name]
-        return tensor.reshape(-1)[low:high]
-
-    # -- a step ------------------------------------------------------------------------------------
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Returns the gradient of each piece that has one, in the dtype of the piece."""
-        out: dict[str, Tensor] = {}
-        for name, p in self.parameters.items():
-            if p.grad is not None and self._piece(name).numel():
-                out[name] = self._slice(name, p.grad).to(self._pieces[name].dtype)
-        return out
-
-    def step(self, rates: Rates, scale: float = 1.0) -> None:
-        """Applies the gradients times `scale`. They stay, multiplied."""
-        gradients = self._gradients()
-        if not gradients:
-            return
-        if scale != 1.0:
-            scale_all(list(gradients.values()), scale)
-        self._fresh = frozenset(gradients) - self._state.keys()
-        pieces = {name: self._pieces[name] for name in gradients}
-        self._update.step(pieces, gradients, self._state, rates)
-        self._publish(gradients)
-
-    def _publish(self, names: Iterable[str]) -> None:
-        """Rounds the masters into parameters of lower precision, in this share's range."""
-        for name in names:
-            master = self.masters.get(name)
-            if master is not None:
-                self._slice(name, self.parameters[name].detach()).copy_(master)
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        pairs = ((name, piece.master) for name, piece in self.pieces.items())
+        return {name: master for name, master in pairs if master is not None}
 
     def drop_gradients(self) -> None:
-        for p in self.parameters.values():
-            p.grad = None
-
-    # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------
-
-    def keep(self) -> None:
-        """Copies everything that the next `step` will change, for `restore`."""
-        self._kept = {}
-        for name in self._gradients():
-            state = self._state.get(name)
-            self._kept[name] = (
-                self._pieces[name].detach().clone(),
-                None if state is None else {key: _copy(value) for key, value in state.items()},
-            )
-
-    def forget(self) -> None:
-        self._kept = None
-
-    def restore(self) -> None:
-        """Takes back the step since `keep`: the same bits as before it."""
-        assert self._kept is not None, "nothing was kept"
-        with torch.no_grad():
-            for name, (piece, state) in self._kept.items():
-                self._pieces[name].copy_(piece)
-                if state is None:
-                    self._state.pop(name, None)
-                else:
-                    self._state[name] = state
-        self._update.forget()
-        self._publish(self._kept)
-        self._kept = None
-
-    def invert(self, rates: Rates) -> None:
-        """Takes back the last step by arithmetic (Zero Bubble, in-place rollback).
-
-        It needs no copy, and does not give the same bits. The gradients must still be there. Only
-        dynmo's own optimizers can.
-        """
-        assert isinstance(self._update, OwnUpdate), "others keep copies"
-        done = self._gradients()
-        with torch.no_grad():
-            for name, gradient in done.items():
-                self._update.invert(name, self._pieces[name], gradient, self._state[name], rates)
-                if name in self._fresh:
-                    self._state.pop(name)
-        self._publish(done)
+        for piece in self.pieces.values():
+            piece.parameter.grad = None
 
     # -- state that moves and is saved -------------------------------------------------------------
 
@@ -232,37 +205,38 @@ class LayerOptimizer:
 
         Only parameters that have been stepped have moments. All are on the parameters' device.
         """
-        out = {
-            f"{name}/{_MASTER}": master for name, master in self.masters.items() if master.numel()
-        }
-        for name, parameter in self.parameters.items():
-            for key, value in self._state.get(name, {}).items():
+        masters = self.masters.items()
+        out = {f"{name}/{_MASTER}": master for name, master in masters if master.numel()}
+        for name, piece in self.pieces.items():
+            device = piece.parameter.device
+            for key, value in piece.state.items():
                 if isinstance(value, Tensor):
-                    out[f"{name}/{key}"] = value.to(parameter.device).contiguous()
+                    out[f"{name}/{key}"] = value.to(device).contiguous()
                 elif value is not None:
                     out[f"{name}/{key}{NUMBER}"] = torch.tensor(
-                        value, dtype=_NUMBERS.get(type(value)), device=parameter.device
+                        value, dtype=_NUMBERS.get(type(value)), device=device
                     )
         return out
 
     def moments(self, name: str) -> tuple[str, ...]:
         """Returns the names that `state` may hold for a parameter."""
-        return (*self._update.moments(name, self._dims(name)), _MASTER)
+        return (*self._group(name).moments(self._dims(name)), _MASTER)
 
     def is_cut(self, name: str, moment: str) -> bool:
         """Returns whether a moment has an element for each of the parameter's, in this share."""
-        return moment == _MASTER or self._update.is_cut(name, moment, self._dims(name))
+        return moment == _MASTER or self._group(name).is_cut(moment, self._dims(name))
 
     def _dims(self, name: str) -> int:
-        if not self.whole:
-            return 1
-        return self.parameters[name].dim() if name in self.parameters else 2
+        """A weight that only other replicas hold is a matrix, of which each holder has a part."""
+        if name in self.pieces:
+            return self.pieces[name].dims
+        return 2 if self.whole else 1
 
     def knows(self, key: str) -> bool:
         """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
-        return name in self.parameters and (
-            needs_master(self.parameters[name])
+        return name in self.pieces and (
+            needs_master(self.pieces[name].parameter)
             if moment == _MASTER
             else moment in self.moments(name)
         )
@@ -271,49 +245,34 @@ class LayerOptimizer:
         """Takes the tensors that `state` returned."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
+            piece = self.pieces[name]
             if moment == _MASTER:
-                self._piece(name).copy_(value)
-                continue
-            own = self._state.setdefault(name, {})
-            if moment.endswith(NUMBER):
-                own[moment.removesuffix(NUMBER)] = value.item()
-            elif self._update.on_cpu(name, moment, self._dims(name)):
-                own[moment] = value.cpu()
+                piece.made().copy_(value)
+            elif moment.endswith(NUMBER):
+                piece.state[moment.removesuffix(NUMBER)] = value.item()
             else:
-                own[moment] = value.to(self.parameters[name].device)
+                tried = piece.group.state(piece.dims).get(moment)
+                like = tried if isinstance(tried, Tensor) else piece.parameter
+                piece.state[moment] = value.to(like.device)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes kept for parameters that train, and state that frozen ones left.
-
-        State that the first step will make counts as the optimizer's trial has shown.
-        """
+        """The bytes kept for parameters that train, and state that frozen ones left."""
         held = sum(t.nbytes for t in self.state().values())
-        training = [name for name, p in self.parameters.items() if p.requires_grad]
-        waiting = sum(self._new_bytes(name) for name in training if not self._state.get(name))
-        thawed = sum(self._piece_bytes(name) for name in training if name not in self._pieces)
+        training = [piece for piece in self.pieces.values() if piece.parameter.requires_grad]
+        waiting = sum(piece.new_bytes for piece in training if not piece.state)
+        thawed = sum(piece.bytes for piece in training if piece.tensor is None)
         return held + waiting + thawed
-
-    def _new_bytes(self, name: str) -> int:
-        low, high = self.ranges[name]
-        shape = self.parameters[name].shape if self.whole else (high - low,)
-        return self._update.state_bytes(name, shape, self._piece_bytes(name) // max(1, high - low))
 
     @property
     def rollback_bytes(self) -> int:
-        """The bytes that `keep` takes."""
-        trained = (name for name, p in self.parameters.items() if p.requires_grad)
-        return sum(self._piece_bytes(name) + self._new_bytes(name) for name in trained)
+        """The bytes of the copies that take a step back."""
+        training = (piece for piece in self.pieces.values() if piece.parameter.requires_grad)
+        return sum(piece.bytes + piece.new_bytes for piece in training)
 
 
-def _make_update(
-    settings: Settings, groups: LayerGroups, matrices: Collection[str]
-) -> OwnUpdate | TorchUpdate:
-    if isinstance(settings, OptimizerSettings):
-        return OwnUpdate(settings, groups, matrices)
-    from dynmo.runtime.optim.torch_update import TorchUpdate
-
-    return TorchUpdate(groups)
+def pieces_of(layers: Iterable[LayerOptimizer]) -> Iterator[Piece]:
+    return (piece for layer in layers for piece in layer.pieces.values())
 
 
 def _copy(value: Any) -> Any:

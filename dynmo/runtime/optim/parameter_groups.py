@@ -9,14 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynmo.errors import ConfigError, DynmoError, one_line, place
 from dynmo.models.model import Model
-from dynmo.runtime.optim.state_form import Forms, Make, name_of
+from dynmo.runtime.optim.fused import AdamW, Fused
+from dynmo.runtime.optim.trial import (
+    NUMBER,
+    Make,
+    bytes_of,
+    check_is_separable,
+    find_state,
+    is_cut,
+    is_elementwise,
+    make_optimizer,
+    name_of,
+)
 
 GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """Takes name and parameter (on "meta"), and returns the options that differ from the others'."""
@@ -25,97 +36,77 @@ Rates = float | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Settings of dynmo's own optimizers.
+class Settings:
+    """A function from groups of parameters to an optimizer, and the rule that makes the groups.
 
-    Weight decay acts on matrices only (parameters of two or more dimensions), unless `groups` gives
-    it. It is decoupled in AdamW and added to the gradient in SGD.
+    The weight decay of `Fused` optimizers acts on matrices only (parameters of two or more
+    dimensions), unless `groups` gives it.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.0
-    lr: float = 0.0
-    groups: GroupRule | None = None
-
-    @property
-    def moments(self) -> int:
-        """The number of state tensors of a parameter's size."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of a group."""
-        shared = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.name == "sgd":
-            return {**shared, "momentum": self.momentum}
-        return {**shared, "betas": self.betas, "eps": self.eps}
-
-
-@dataclass(frozen=True)
-class TorchSettings:
-    """A user's optimizer: a function from groups of parameters to one of torch's optimizers."""
-
-    make: Make
+    make: Make = AdamW
     groups: GroupRule | None = None
 
 
-Settings = OptimizerSettings | TorchSettings
+def fused_class(make: object) -> type[Fused] | None:
+    """Returns dynmo's own class that a function makes, or None for a user's."""
+    kind = make.func if isinstance(make, partial) else make
+    return kind if isinstance(kind, type) and issubclass(kind, Fused) else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Parameters with equal options.
 
     Attributes:
+        number: Its place among the groups.
         options: All options that the optimizer has at first.
         given: The options that the group rule gave.
-        make: Makes the optimizer. None for dynmo's own.
         names: Names of the parameters.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)
+    make: Make = AdamW
     given: dict[str, Any] = field(default_factory=dict)
-    make: Make | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    number: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
-    _forms: dict[int, Forms] = field(default_factory=dict)
+    _states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def dims(self) -> list[int]:
         """Numbers of dimensions of the parameters that train."""
         return sorted({p.dim() for p in self.parameters if p.requires_grad})
 
-    def forms(self, dims: int) -> Forms:
-        """Returns the state of a parameter with so many dimensions."""
-        assert self.make is not None
-        if dims not in self._forms:
-            from dynmo.runtime.optim.trial import find_forms
+    def state(self, dims: int) -> Mapping[str, Any]:
+        """Returns the state of a small parameter with so many dimensions."""
+        if dims not in self._states:
+            self._states[dims] = find_state(self.make, self.given, dims, self.device)
+        return self._states[dims]
 
-            self._forms[dims] = find_forms(self.make, self.given, dims, self.device)
-        return self._forms[dims]
+    def moments(self, dims: int) -> tuple[str, ...]:
+        """Returns the names that the state of a parameter may have."""
+        state = self.state(dims).items()
+        tried = [f"{key}{NUMBER}" if isinstance(x, int | float) else key for key, x in state]
+        return tuple(dict.fromkeys([*tried, *self._own]))
+
+    def is_cut(self, moment: str, dims: int) -> bool:
+        """Returns whether a moment has an element for each of the parameter's."""
+        return moment in self._own or is_cut(self.state(dims).get(moment), dims)
+
+    @property
+    def _own(self) -> tuple[str, ...]:
+        """The moments that dynmo's own optimizer may have, whatever its options are."""
+        kind = fused_class(self.make)
+        return () if kind is None else kind.moments
 
     def state_bytes(self, shape: Sequence[int], element: int) -> int:
         """Returns the bytes of the state of a parameter that trains, but for its numbers."""
-        return sum(form.bytes(shape, element) for form in self.forms(len(shape)).values())
+        return sum(bytes_of(x, shape, element) for x in self.state(len(shape)).values())
 
-
-@dataclass(frozen=True)
-class LayerGroups:
-    """The groups of one layer's parameters, by name. The default is the first group."""
-
-    groups: Sequence[Group] = (Group(),)
-    of: Mapping[str, int] = field(default_factory=dict)
-
-    def group(self, name: str) -> Group:
-        return self.groups[self.of.get(name, 0)]
+    def spares(self, dims: int) -> bool:
+        """Returns whether weight decay does not act on parameters with so many dimensions."""
+        return dims < 2 and "weight_decay" not in self.given and bool(fused_class(self.make))
 
 
 class ParameterGroups:
@@ -128,6 +119,7 @@ class ParameterGroups:
     Attributes:
         groups: In the order of their first parameters.
         name: Names of the optimizers, as a checkpoint has them.
+        inverts: Whether a step can be taken back without copies.
 
     Raises:
         ConfigError: An optimizer cannot train these parameters layer by layer.
@@ -136,9 +128,10 @@ class ParameterGroups:
     def __init__(
         self, settings: Settings, model: Model, modules: Sequence[nn.Module], device: torch.device
     ) -> None:
-        self.settings = settings
+        self._settings = settings
+        self.inverts = fused_class(settings.make) is not None
         self.groups: list[Group] = []
-        self._of: list[dict[str, int]] = []
+        self._of: list[dict[str, Group]] = []
         for index, module in enumerate(modules):
             users = {name for _, (layer, name) in model.tied if layer == index}
             self._of.append(
@@ -150,54 +143,34 @@ class ParameterGroups:
             )
         if not self.groups:
             self._place("", nn.Parameter(torch.empty(0, device="meta")), device)
-        if isinstance(settings, OptimizerSettings):
-            self.name = settings.name
-            for group in self.groups:
-                _check_known(group, settings.options, f"dynmo's {settings.name}")
-                group.options = settings.options | group.given
-            self.defaults = settings.options
-        else:
-            self.name = "+".join(sorted(self._try(device)))
+        self.name = "+".join(sorted(self._try(device)))
 
-    def layer(self, index: int) -> LayerGroups:
-        return LayerGroups(self.groups, self._of[index])
+    def group(self, layer: int, name: str) -> Group:
+        """Returns the group of a layer's parameter. The default is the first."""
+        return (self._of[layer] if self._of else {}).get(name, self.groups[0])
 
     @property
     def code(self) -> list[object]:
         """Functions of the user's own that decide the groups and their optimizers."""
-        rule = self.settings.groups
-        makes = [group.make for group in self.groups if group.make is not None]
-        return [*makes, *([] if rule is None else [rule])]
+        makes = [] if self.inverts else [group.make for group in self.groups]
+        return [*makes, *([] if self._settings.groups is None else [self._settings.groups])]
 
     @property
     def is_plain(self) -> bool:
         """Whether all parameters have the options of one of dynmo's own optimizers."""
-        return isinstance(self.settings, OptimizerSettings) and self.settings.groups is None
-
-    @property
-    def inverts(self) -> bool:
-        """Whether a step can be taken back without copies."""
-        return isinstance(self.settings, OptimizerSettings)
+        return self.inverts and self._settings.groups is None
 
     @property
     def moments(self) -> int:
         """The largest number of state tensors of a parameter's size."""
-        if isinstance(self.settings, OptimizerSettings):
-            return self.settings.moments
         return max(
             (
-                sum(form.is_cut for form in group.forms(dims).values())
+                sum(is_cut(value, dims) for value in group.state(dims).values())
                 for group in self.groups
                 for dims in group.dims
             ),
             default=0,
         )
-
-    def state_bytes(self, layer: int, name: str, parameter: Tensor, element: int) -> int:
-        """Returns the bytes of the state of a parameter that trains, but for its numbers."""
-        if isinstance(self.settings, OptimizerSettings):
-            return self.settings.moments * parameter.numel() * element
-        return self.groups[self._of[layer].get(name, 0)].state_bytes(parameter.shape, element)
 
     def texts(self) -> list[str]:
         """Returns what must be the same on all ranks."""
@@ -212,47 +185,38 @@ class ParameterGroups:
         Args:
             key: The option that needs it.
         """
-        if isinstance(self.settings, OptimizerSettings):
-            return
-        from dynmo.runtime.optim.trial import is_elementwise
-
         for group in self.groups:
-            if group.make is not None and not is_elementwise(group.make, group.given, group.device):
+            if not is_elementwise(group.make, group.given, group.device):
                 raise ConfigError(
                     f"{key}: {name_of(group.make)} does not work element by element, but here each "
                     "parameter is divided; use AdamW, SGD or another one that does, or leave it out"
                 )
 
-    def _place(self, name: str, parameter: Tensor, device: torch.device) -> int:
-        """Returns the number of a parameter's group, which is made if it is new."""
+    def _place(self, name: str, parameter: nn.Parameter, device: torch.device) -> Group:
+        """Returns a parameter's group, which is made if it is new."""
         meta = nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
             requires_grad=parameter.requires_grad,
         )
         given = self._given(name, meta) if name else {}
-        make = self.settings.make if isinstance(self.settings, TorchSettings) else None
-        make = self._known(cast("Make | None", given.pop("optimizer", make)))
-        if make is not None and isinstance(self.settings, OptimizerSettings):
+        if "optimizer" in given and self.inverts:
             raise ConfigError(
                 f"groups: {name} gets an optimizer of its own, but the others have dynmo's; give "
                 "the pipeline a function for these too, such as torch.optim.AdamW"
             )
-        alike = [i for i, g in enumerate(self.groups) if g.make is make and g.given == given]
-        if not alike:
-            alike = [len(self.groups)]
-            self.groups.append(Group(given=given, make=make, device=device))
-        group = self.groups[alike[0]]
+        make = given.pop("optimizer", self._settings.make)
+        # Another function that does the same may have been given for an earlier parameter.
+        make = next((g.make for g in self.groups if _parts(g.make) == _parts(make)), make)
+        group = next((g for g in self.groups if g.make is make and g.given == given), None)
+        if group is None:
+            group = Group(make, given, device, len(self.groups))
+            self.groups.append(group)
         group.names.append(name)
         group.parameters.append(meta)
-        return alike[0]
-
-    def _known(self, make: Make | None) -> Make | None:
-        """Returns a function that does the same and was given for an earlier parameter."""
-        earlier = (group.make for group in self.groups if _parts(group.make) == _parts(make))
-        return next(earlier, make)
+        return group
 
     def _given(self, name: str, meta: nn.Parameter) -> dict[str, Any]:
-        rule = self.settings.groups
+        rule = self._settings.groups
         if rule is None:
             return {}
         try:
@@ -272,21 +236,18 @@ class ParameterGroups:
 
     def _try(self, device: torch.device) -> set[str]:
         """Tries the optimizers of all groups, completes the options, and returns their names."""
-        from dynmo.runtime.optim.trial import check_is_separable, make_optimizer
-
         names = set[str]()
-        makes = list(dict.fromkeys(cast(Make, group.make) for group in self.groups))
-        for make in makes:
+        for make in dict.fromkeys(group.make for group in self.groups):
             groups = [group for group in self.groups if group.make is make]
             tried = make_optimizer(make, [(group.given, [torch.zeros(2, 3)]) for group in groups])
             for group, made in zip(groups, tried.param_groups, strict=True):
                 if tried.defaults:
-                    _check_known(group, tried.defaults, name_of(make))
+                    _check_known(group, tried.defaults)
                 group.options = {key: value for key, value in made.items() if key != "params"}
                 for dims in group.dims:
                     _try_one(group, dims)
             check_is_separable(make, [(group.given, group.dims or [2]) for group in groups], device)
-            if make is makes[0]:
+            if not names:
                 self.defaults = dict(tried.defaults)
             names.add(_class_name(type(tried)))
         return names
@@ -299,12 +260,16 @@ def _parts(make: object) -> object:
 def _class_name(kind: type[torch.optim.Optimizer]) -> str:
     """torch's optimizers have the name that a configuration file has."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return kind.__name__.lower() if name.startswith("torch.optim.") else name
+    is_known = name.startswith("torch.optim.") or issubclass(kind, Fused)
+    return kind.__name__.lower() if is_known else name
 
 
-def _check_known(group: Group, known: Collection[str], optimizer: str) -> None:
+def _check_known(group: Group, known: Collection[str]) -> None:
     unknown = next((key for key in group.given if key not in known), None)
     if unknown is not None:
+        optimizer = name_of(group.make)
+        if fused_class(group.make) is not None:
+            optimizer = f"dynmo's {optimizer.lower()}"
         raise ConfigError(
             f"groups: {group.names[0]} gets {unknown!r}, which {optimizer} does not know; it knows "
             f"{', '.join(known)}"
@@ -314,7 +279,7 @@ def _check_known(group: Group, known: Collection[str], optimizer: str) -> None:
 def _try_one(group: Group, dims: int) -> None:
     """Finds the state of parameters with so many dimensions. An error names one of them."""
     try:
-        group.forms(dims)
+        group.state(dims)
     except ConfigError as error:
         first = next(
             name for name, p in zip(group.names, group.parameters, strict=True) if p.dim() == dims

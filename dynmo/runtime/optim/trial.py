@@ -1,6 +1,6 @@
-"""Tries a user's optimizer on small parameters, to learn what it keeps and whether it can be split.
+"""Tries an optimizer on small parameters, to learn what it keeps and whether it can be split.
 
-Each layer has an optimizer of its own, and its state moves with it. That gives the numbers of one
+A layer's state moves with it, and each rank updates its layers alone. That gives the numbers of one
 optimizer over the whole model only if the update of a parameter depends on nothing else. With
 ZeRO-1 even parts of one parameter are updated apart.
 """
@@ -8,24 +8,37 @@ ZeRO-1 even parts of one parameter are updated apart.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dynmo.errors import ConfigError, DynmoError, one_line, place
 from dynmo.kernels.seeds import generators_kept
+from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.runtime.comm.headers import DTYPES
-from dynmo.runtime.optim.state_form import Make, StateForm, name_of
 
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Takes groups of parameters, as torch's optimizers do."""
 Given = tuple[Mapping[str, Any], Sequence[Tensor]]
 """Options of a group, and its parameters."""
+NUMBER = ":number"
+"""End of the name of a state that is a Python number."""
 
 _STEPS = 3
 # Attributes that torch itself sets on an optimizer.
 _OF_TORCH = ("_numel_cache", "_step_count")
+
+
+def name_of(make: object) -> str:
+    """Returns the name of a function behind its `functools.partial`."""
+    while isinstance(make, partial):
+        make = cast(object, make.func)
+    return getattr(make, "__name__", type(make).__name__)
 
 
 def make_optimizer(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer:
@@ -56,17 +69,40 @@ def make_optimizer(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer
     return optimizer
 
 
-def find_forms(
+def find_state(
     make: Make, options: Mapping[str, Any], dims: int, device: torch.device
-) -> dict[str, StateForm]:
-    """Returns the state of a parameter with these dimensions, by key."""
+) -> dict[str, Any]:
+    """Returns the state of a small parameter with these dimensions."""
     parameter = _small(dims, device)
-    optimizer = _train(make, [(options, [parameter])])
+    state = _train(make, [(options, [parameter])]).state.get(parameter, {})
     return {
-        key: _form(name_of(make), key, value, parameter)
-        for key, value in optimizer.state.get(parameter, {}).items()
+        key: _checked(name_of(make), key, value)
+        for key, value in state.items()
         if value is not None
     }
+
+
+def is_cut(value: object, dims: int) -> bool:
+    """Returns whether `find_state`'s value has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.shape == _shape(dims) != ()
+
+
+def bytes_of(value: object, shape: Sequence[int], element: int) -> int:
+    """Returns the bytes of `find_state`'s value for a parameter of another shape.
+
+    A number counts as none.
+
+    Args:
+        element: Bytes of one of the parameter's elements.
+    """
+    if not isinstance(value, Tensor) or not value.dim():
+        return 0
+    sizes = list(value.shape)
+    if len(sizes) == len(shape):
+        pairs = zip(sizes, _shape(len(shape)), shape, strict=True)
+        sizes = [theirs if own == small else own for own, small, theirs in pairs]
+    size = element if value.dtype == torch.get_default_dtype() else value.itemsize
+    return size * math.prod(sizes)
 
 
 def check_is_separable(
@@ -84,7 +120,8 @@ def check_is_separable(
     ]
     _train(make, together, checks=True)
     for options, parameters in together:
-        alone = [_small(p.dim(), device, seed) for seed in range(2) for p in _half(parameters)]
+        half = parameters[: len(parameters) // 2]
+        alone = [_small(p.dim(), device, seed) for seed in range(2) for p in half]
         for parameter in alone:
             _train(make, [(options, [parameter])])
         if not all(map(torch.equal, alone, parameters)):
@@ -101,23 +138,24 @@ def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device)
     gradients = [_gradient(whole, step) for step in range(_STEPS)]
     try:
         _train(make, [(options, [whole])], gradients)
-        for place, part in enumerate(parts):
-            _train(make, [(options, [part])], [g.reshape(-1).split(4)[place] for g in gradients])
-        forms = find_forms(make, options, 1, device).values()
+        for at, part in enumerate(parts):
+            _train(make, [(options, [part])], [g.reshape(-1).split(4)[at] for g in gradients])
+        state = find_state(make, options, 1, device).values()
     except ConfigError:
         return False
     return torch.equal(torch.cat(parts), whole.reshape(-1)) and all(
-        form.is_cut or not form.shape for form in forms
+        is_cut(value, 1) or not (isinstance(value, Tensor) and value.dim()) for value in state
     )
 
 
-def _half(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    return parameters[: len(parameters) // 2]
+def _shape(dims: int) -> tuple[int, ...]:
+    return tuple(range(2, 2 + dims))
 
 
 def _small(dims: int, device: torch.device, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(range(2, 2 + dims)), generator=generator).to(device)
+    with unset_fake_temporarily():
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(_shape(dims), generator=generator).to(device)
 
 
 def _gradient(parameter: Tensor, step: int) -> Tensor:
@@ -133,9 +171,14 @@ def _train(
 ) -> torch.optim.Optimizer:
     """Makes some steps. `gradients` are those of all parameters alike."""
     name = name_of(make)
-    with generators_kept(torch.device("cpu")):
+    with unset_fake_temporarily(), generators_kept(torch.device("cpu")):
         optimizer = make_optimizer(make, groups)
-        _check_step(name, optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer: {name} calls the model by a closure and needs all parameters at "
+                "once; use one whose step() needs no closure"
+            )
         before = _own_state(optimizer) if checks else {}
         for step in range(_STEPS):
             for _, parameters in groups:
@@ -157,15 +200,6 @@ def _train(
     return optimizer
 
 
-def _check_step(name: str, optimizer: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer: {name} calls the model by a closure and needs all parameters at once; use "
-            "one whose step() needs no closure"
-        )
-
-
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns options of groups, and plain attributes, that a step may have changed."""
     keys = sorted({key for group in optimizer.param_groups for key in group} - {"params"})
@@ -180,18 +214,14 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return deepcopy(options | own)
 
 
-def _form(name: str, key: str, value: object, parameter: Tensor) -> StateForm:
-    if isinstance(value, bool | int | float):
-        return StateForm((), torch.float64, is_number=True)
-    if not isinstance(value, Tensor) or str(value.dtype).removeprefix("torch.") not in DTYPES:
-        kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+def _checked(name: str, key: str, value: object) -> object:
+    """Returns a state that can move and be saved."""
+    is_tensor = isinstance(value, Tensor)
+    known = str(value.dtype).removeprefix("torch.") in DTYPES if is_tensor else False
+    if not known and not isinstance(value, bool | int | float):
+        kind = value.dtype if is_tensor else f"a {type(value).__name__}"
         raise ConfigError(
             f"optimizer: {name} keeps {key!r}, {kind}, which can neither move nor be saved; use "
             "one whose state is tensors and numbers"
         )
-    dtype = None if value.dtype == parameter.dtype and value.dim() else value.dtype
-    own = tuple(parameter.shape) if value.dim() == parameter.dim() else ()
-    shape = tuple(
-        None if own and size == own[place] else size for place, size in enumerate(value.shape)
-    )
-    return StateForm(shape, dtype, value.device.type == "cpu" and parameter.device.type != "cpu")
+    return value

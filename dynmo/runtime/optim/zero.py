@@ -24,12 +24,12 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
     out: dict[str, Tensor] = {}
     for key, value in state.items():
         name, _, moment = key.rpartition("/")
-        if name not in optimizer.ranges:
+        if name not in optimizer.pieces:
             continue  # of a weight that another replica holds
-        low, high = optimizer.ranges[name]
+        low, high = optimizer.pieces[name].span
         if optimizer.whole:
             out[key] = value
-        elif high > low or not optimizer.parameters[name].numel():
+        elif high > low or not optimizer.pieces[name].parameter.numel():
             is_cut = optimizer.is_cut(name, moment)
             out[key] = value.reshape(-1)[low:high].clone() if is_cut else value
     return out
@@ -46,8 +46,8 @@ def whole_state(
     # The range that this replica gives of each parameter, and a tensor like the whole.
     spread = {weight.name: (weight.ranges[peers.rank], weight.parameter) for weight in weights}
     divided = {
-        name: (given, optimizer.parameters[name])
-        for name, given in optimizer.ranges.items()
+        name: (piece.span, piece.parameter)
+        for name, piece in optimizer.pieces.items()
         if not optimizer.whole and name not in spread
     }
     parts = divided | spread

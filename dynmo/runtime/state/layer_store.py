@@ -45,6 +45,7 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
+from dynmo.runtime.optim.update import Update
 from dynmo.runtime.optim.zero import cut_state, whole_state
 from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
@@ -68,7 +69,8 @@ class LayerStore:
     Attributes:
         modules: All layers, by global index. Those on other ranks are on the meta device.
         layers: Own layers, by global index.
-        optimizers: Their optimizers, by global index.
+        optimizers: Their optimizer state, by global index.
+        update: Steps them all at once.
         kept: Tensors of dynamic cases, by global index of own layers.
         rebuilt: Own layers that were rebuilt, of which other ranks do not know.
         identity: What decides the model's numbers.
@@ -132,6 +134,7 @@ class LayerStore:
         self.rebuilt = set[int]()
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
+        self.update = Update()
         self.replicas = self._new_replicas()
         for index in own:
             self._check_views(index)
@@ -193,15 +196,15 @@ class LayerStore:
         )
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.switch_recompute(index in self.layout.recomputed)
+        self.update.release()
         spread = {weight.name for weight in weights}
         optimizer = self.optimizers[index] = LayerOptimizer(
             module,
-            self.groups.settings,
+            partial(self.groups.group, index),
             shared,
             self.replicas.share,
             masters,
             spread,
-            self.groups.layer(index),
         )
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_OTHERS)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
@@ -256,6 +259,7 @@ class LayerStore:
             parameter.grad = None
         self.modules[index] = module.to("meta")
         self.replicas.drop(index)
+        self.update.release()
         del self.layers[index], self.optimizers[index], self.kept[index]
 
     def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
@@ -278,7 +282,7 @@ class LayerStore:
         optimizer, parameters = self.optimizers[index], dict(self.modules[index].named_parameters())
         for key, value in moments.items():
             name, _, moment = key.rpartition("/")
-            if name not in parameters or name not in optimizer.parameters:
+            if name not in parameters or name not in optimizer.pieces:
                 continue
             shape = parameters[name].shape
             if optimizer.is_cut(name, moment) and value.numel() != shape.numel():

@@ -26,13 +26,14 @@ from dynmo.runtime.optim.gradient_reduction import (
     shares_of,
     squared_norms,
 )
-from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
+from dynmo.runtime.optim.optimizer import Share, squared_norm
 from dynmo.runtime.optim.zero import cut_state, whole_state
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import alone
 from tests.runtime.jobs import error_of, lose_patience
+from tests.runtime.optimizers import optimizer_of, settings, step
 
 
 def shape(world: World, replicas: list[int]) -> list[list[Any]]:
@@ -168,14 +169,13 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
 def states(world: World, name: str) -> list[str]:
     """A state that is cut into shares and made whole again is the same."""
     here = arrange(world, world.size)
-    settings = OptimizerSettings(name=name, momentum=0.9)  # pyright: ignore[reportArgumentType]
     alone, cut = _module(), _module()
-    whole = LayerOptimizer(alone, settings)
-    share = LayerOptimizer(cut, settings, share=Share(here.replica, here.replicas))
+    whole = optimizer_of(alone, settings(name).make)
+    share = optimizer_of(cut, settings(name).make, share=Share(here.replica, here.replicas))
     for _ in range(2):
         for module, optimizer in ((alone, whole), (cut, share)):
             _give(module, 1)
-            optimizer.step(1e-2)
+            step(optimizer, 1e-2)
             optimizer.drop_gradients()
     got, own = whole_state(here.peers, share), share.state()
     bad: list[str] = []

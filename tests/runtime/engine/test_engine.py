@@ -22,7 +22,6 @@ from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.train.setup import model_of
 from tests.runtime.alone import (
@@ -37,6 +36,7 @@ from tests.runtime.alone import (
 )
 from tests.runtime.fake_time import emulated_time
 from tests.runtime.modules import Net, assert_same, gradients_of
+from tests.runtime.optimizers import settings
 
 JOBS = "tests.runtime.engine.test_engine:"
 
@@ -191,8 +191,7 @@ def test_non_contiguous_gradient_gives_the_same_bits(
     for columns in (True, False):
         monkeypatch.setattr(_Turn, "columns", columns)
         model = around(partial(Turned, 8, 8, bias=False))
-        settings = OptimizerSettings(optimizer, momentum=0.9)
-        engine = pipeline(model, update=UpdateOptions(optimizer=settings))
+        engine = pipeline(model, update=UpdateOptions(optimizer=settings(optimizer)))
         for step in range(3):
             engine.step(step, *tokens(step), lr=0.1)
         digests.add(engine.digest())

@@ -24,7 +24,6 @@ from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
@@ -32,6 +31,7 @@ from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import pipeline, tokens
 from tests.runtime.jobs import error_of
+from tests.runtime.optimizers import settings
 from tests.runtime.state.test_migration import any_partition
 
 STEPS, LAYERS, MICROBATCHES = 7, 8, 6
@@ -253,10 +253,10 @@ def test_many_in_place_rollbacks_stay_close(
 ) -> None:
     """Every step is clipped, so it is made, rolled back and repeated."""
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
-    settings = OptimizerSettings(name, weight_decay=0.1, momentum=0.9)
+    optimizer = settings(name, weight_decay=0.1)
     small = "python:tests.models.user_model:with_a_loss"
-    expected = own_pipeline(small, optimizer=settings)
-    near = own_pipeline(small, optimizer=settings, post_validation=True, rollback="in-place")
+    expected = own_pipeline(small, optimizer=optimizer)
+    near = own_pipeline(small, optimizer=optimizer, post_validation=True, rollback="in-place")
     start = weights(expected)
     trained(expected, steps, 2e-6)
     # With one rank the prefix is the whole: it must not look, or no step would be made too early.

@@ -6,10 +6,9 @@ import copy
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -19,23 +18,25 @@ from torch import nn
 
 from dynmo.config.sections import TrainSection
 from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.optim import fused
 from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import (
     _BLOCKS_AT_ONCE,
     NORM_BLOCK,
-    LayerOptimizer,
-    OptimizerSettings,
     Share,
     block_sums,
     clip_factor,
     cut,
-    decays,
     fold_blocks,
     squared_norm,
 )
+from dynmo.runtime.optim.parameter_groups import Group
+from dynmo.runtime.optim.trial import Make
 from tests.runtime.modules import assert_same, draw
+from tests.runtime.optimizers import invert, optimizer_of
+from tests.runtime.optimizers import step as step_of
 
-SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
+ADAMW = partial(fused.AdamW, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
 
 
 def layers() -> list[nn.Module]:
@@ -77,14 +78,14 @@ def same_bits(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
 def test_layer_optimizer_equals_torch_over_the_whole_model() -> None:
     """Bit for bit with the fused kernel, and within rounding of the plain one."""
     ours, theirs, plain = layers(), layers(), layers()
-    optimizers = [LayerOptimizer(m, SETTINGS) for m in ours]
+    optimizers = [optimizer_of(m, ADAMW) for m in ours]
     others = [(theirs, whole(theirs, fused=True)), (plain, whole(plain, fused=False))]
     for step in range(5):
         lr = 0.1 / (step + 1)
         for modules in (ours, theirs, plain):
             give(modules, step)
         for optimizer in optimizers:
-            optimizer.step(lr, 1.0)
+            step_of(optimizer, lr, 1.0)
         for _, adamw in others:
             for group in adamw.param_groups:
                 group["lr"] = lr
@@ -102,53 +103,58 @@ def test_the_scale_multiplies_the_gradients() -> None:
     give(theirs, 0)
     torch._foreach_mul_([p.grad for p in parameters(theirs) if p.grad is not None], 0.3)
     for a, b in zip(ours, theirs, strict=True):
-        LayerOptimizer(a, SETTINGS).step(0.1, 0.3)
-        LayerOptimizer(b, SETTINGS).step(0.1, 1.0)
+        step_of(optimizer_of(a, ADAMW), 0.1, 0.3)
+        step_of(optimizer_of(b, ADAMW), 0.1, 1.0)
     assert same_bits(ours, theirs)
 
 
 def test_frozen_parameters_do_not_change() -> None:
     """The moments that they had stay for thawing."""
     module = nn.Linear(4, 4)
-    optimizer = LayerOptimizer(module, SETTINGS)
+    optimizer = optimizer_of(module, ADAMW)
     give([module], 0)
-    optimizer.step(0.1, 1.0)
+    step_of(optimizer, 0.1, 1.0)
     weight = module.weight.detach().clone()
     state = {k: v.clone() for k, v in optimizer.state().items()}
     module.weight.requires_grad_(False)
     for step in (1, 2):
         give([module], step)
-        optimizer.step(0.1, 1.0)
+        step_of(optimizer, 0.1, 1.0)
     assert torch.equal(module.weight, weight)
     for key, value in optimizer.state().items():
         assert torch.equal(value, state[key]) == key.startswith("weight/")
     assert state["weight/step"] == 1
     module.weight.requires_grad_(True)
     give([module], 3)
-    optimizer.step(0.1, 1.0)
+    step_of(optimizer, 0.1, 1.0)
     assert optimizer.state()["weight/step"] == 2
     assert not torch.equal(module.weight, weight)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_late_gradient_starts_its_own_step_count(name: Literal["adamw", "sgd"]) -> None:
+@pytest.mark.parametrize(
+    ("own", "theirs"),
+    [
+        (ADAMW, partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-6)),
+        (
+            partial(fused.SGD, weight_decay=0.2, momentum=0.9),
+            partial(torch.optim.SGD, momentum=0.9),
+        ),
+    ],
+)
+def test_late_gradient_starts_its_own_step_count(own: Make, theirs: Any) -> None:
     """Each parameter trains like a parameter with its own torch optimizer."""
-    settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
     early, late = (nn.Parameter(torch.randn(size)) for size in ((3, 4), (5, 2)))
     module = nn.ParameterDict({"early": early, "late": late})
     alone = {key: nn.Parameter(p.detach().clone()) for key, p in module.items()}
-    make: Any = partial(torch.optim.SGD, momentum=0.9)
-    if name == "adamw":
-        make = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-6)
-    expected = {k: make([p], lr=0.1, weight_decay=0.2, fused=True) for k, p in alone.items()}
-    ours = LayerOptimizer(module, settings)
+    expected = {k: theirs([p], lr=0.1, weight_decay=0.2, fused=True) for k, p in alone.items()}
+    ours = optimizer_of(module, own)
     for step in range(4):
         for key in ("early", "late") if step >= 2 else ("early",):
             gradient = torch.randn_like(alone[key])
             module[key].grad, alone[key].grad = gradient.clone(), gradient
             expected[key].step()
-        ours.step(0.1)
+        step_of(ours, 0.1)
         ours.drop_gradients()
     for key, p in alone.items():
         assert torch.equal(module[key], p)
@@ -156,27 +162,27 @@ def test_late_gradient_starts_its_own_step_count(name: Literal["adamw", "sgd"]) 
 
 def test_loaded_state_continues_with_the_same_bits() -> None:
     first = nn.Linear(4, 4)
-    optimizer = LayerOptimizer(first, SETTINGS)
+    optimizer = optimizer_of(first, ADAMW)
     for step in range(3):
         give([first], step)
-        optimizer.step(0.1, 1.0)
+        step_of(optimizer, 0.1, 1.0)
     second = copy.deepcopy(first)
-    restored = LayerOptimizer(second, SETTINGS)
+    restored = optimizer_of(second, ADAMW)
     restored.load({key: value.clone() for key, value in optimizer.state().items()})
     moments = ("step", "exp_avg", "exp_avg_sq")
     assert set(optimizer.state()) == {f"{n}/{m}" for n in ("weight", "bias") for m in moments}
     for step in range(3, 6):
         for module, each in ((first, optimizer), (second, restored)):
             give([module], step)
-            each.step(0.1, 1.0)
+            step_of(each, 0.1, 1.0)
     assert same_bits([first], [second])
-    fresh = LayerOptimizer(copy.deepcopy(first), SETTINGS)
+    fresh = optimizer_of(copy.deepcopy(first), ADAMW)
     assert fresh.state() == {}
 
 
 def test_layer_without_parameters_has_no_state() -> None:
-    optimizer = LayerOptimizer(nn.Tanh(), SETTINGS)
-    optimizer.step(0.1, 1.0)
+    optimizer = optimizer_of(nn.Tanh(), ADAMW)
+    step_of(optimizer, 0.1, 1.0)
     optimizer.load({})
     assert optimizer.state() == {}
     assert optimizer.state_bytes == 0
@@ -184,10 +190,10 @@ def test_layer_without_parameters_has_no_state() -> None:
 
 def test_shared_parameters_are_updated_by_their_owner() -> None:
     module = nn.Linear(4, 4)
-    optimizer = LayerOptimizer(module, SETTINGS, frozenset({"weight"}))
+    optimizer = optimizer_of(module, ADAMW, shared=frozenset({"weight"}))
     give([module], 0)
     before = module.weight.detach().clone()
-    optimizer.step(0.1, 1.0)
+    step_of(optimizer, 0.1, 1.0)
     assert torch.equal(module.weight, before)
     assert {key.split("/")[0] for key in optimizer.state()} == {"bias"}
 
@@ -195,21 +201,21 @@ def test_shared_parameters_are_updated_by_their_owner() -> None:
 def test_state_bytes_count_two_moments() -> None:
     """After the first step, each parameter also has a step counter."""
     module = nn.Linear(4, 4)
-    optimizer = LayerOptimizer(module, SETTINGS)
+    optimizer = optimizer_of(module, ADAMW)
     assert optimizer.state_bytes == 2 * 4 * 20
     give([module], 0)
-    optimizer.step(0.1, 1.0)
+    step_of(optimizer, 0.1, 1.0)
     assert optimizer.state_bytes == 2 * 4 * 20 + 2 * 4
-    assert LayerOptimizer(nn.Linear(4, 4).requires_grad_(False), SETTINGS).state_bytes == 0
+    assert optimizer_of(nn.Linear(4, 4).requires_grad_(False), ADAMW).state_bytes == 0
 
 
 def test_weight_decay_applies_to_matrices_only() -> None:
-    assert [decays(torch.zeros([3] * dims)) for dims in range(4)] == [False, False, True, True]
+    assert [Group().spares(dims) for dims in range(4)] == [True, True, False, False]
     module = nn.Linear(4, 4)
     for p in module.parameters():
         nn.init.ones_(p)
         p.grad = torch.zeros_like(p)
-    LayerOptimizer(module, SETTINGS).step(0.5, 1.0)
+    step_of(optimizer_of(module, ADAMW), 0.5, 1.0)
     torch.testing.assert_close(module.weight.detach(), torch.full((4, 4), 1 - 0.5 * 0.2))
     assert torch.equal(module.bias.detach(), torch.ones(4))
 
@@ -254,8 +260,8 @@ def test_clip_factor() -> None:
 
 # -- shares (ZeRO-1), masters, taking back ---------------------------------------------------------
 
-BOTH = [SETTINGS, OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
-PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
+BOTH = [ADAMW, partial(fused.SGD, weight_decay=0.2, momentum=0.7)]
+PLAIN_SGD = partial(fused.SGD, weight_decay=0.2)
 
 
 def large() -> nn.Module:
@@ -280,42 +286,40 @@ def test_shares_are_whole_blocks_and_even(sizes: list[int], count: int) -> None:
     assert max(held) - min(held) <= 1
 
 
-@pytest.mark.parametrize("settings", BOTH)
+@pytest.mark.parametrize("make", BOTH)
 @pytest.mark.parametrize("count", [2, 3])
-def test_sharded_update_has_the_bits_of_the_whole(settings: OptimizerSettings, count: int) -> None:
+def test_sharded_update_has_the_bits_of_the_whole(make: Make, count: int) -> None:
     whole_module, shared_module = large(), large()
-    one = LayerOptimizer(whole_module, settings)
-    parts = [LayerOptimizer(shared_module, settings, share=Share(i, count)) for i in range(count)]
+    one = optimizer_of(whole_module, make)
+    parts = [optimizer_of(shared_module, make, share=Share(i, count)) for i in range(count)]
     for step in range(4):
         give([whole_module], step)
         give([shared_module], step)
         gradients = [p.grad for p in shared_module.parameters() if p.grad is not None]
         assert fold_blocks(
             b
-            for name, g in zip(parts[0].ranges, gradients, strict=True)
+            for name, g in zip(parts[0].pieces, gradients, strict=True)
             for o in parts
-            for b in block_sums(g.reshape(-1)[slice(*o.ranges[name])])
+            for b in block_sums(g.reshape(-1)[slice(*o.pieces[name].span)])
         ) == squared_norm(gradients)
-        one.step(0.1, 0.9)
+        step_of(one, 0.1, 0.9)
         for part in parts:
-            part.step(0.1, 0.9)
+            step_of(part, 0.1, 0.9)
     assert same_bits([whole_module], [shared_module])
     assert sum(part.state_bytes for part in parts) >= one.state_bytes
     assert max(part.state_bytes for part in parts) < one.state_bytes
 
 
-NO_PAST = [replace(SETTINGS, betas=betas) for betas in ((0.0, 0.9), (0.8, 0.0))]
+NO_PAST = [partial(ADAMW, betas=betas) for betas in ((0.0, 0.9), (0.8, 0.0))]
 
 
-@pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
+@pytest.mark.parametrize("make", [*BOTH, PLAIN_SGD, *NO_PAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
-def test_restore_is_exact_and_invert_is_close(
-    settings: OptimizerSettings, dtype: torch.dtype, first: bool
-) -> None:
+def test_restore_is_exact_and_invert_is_close(make: Make, dtype: torch.dtype, first: bool) -> None:
     """A rolled back and repeated step equals a single step with the second scale."""
     modules = plain, kept, inverted = [large().to(dtype) for _ in range(3)]
-    optimizers = one, restored, other = [LayerOptimizer(m, settings) for m in modules]
+    optimizers = one, restored, other = [optimizer_of(m, make) for m in modules]
     for p in parameters(modules):
         p.grad_dtype = torch.float32
 
@@ -326,19 +330,22 @@ def test_restore_is_exact_and_invert_is_close(
     if not first:
         gradients(0)
         for optimizer in optimizers:
-            optimizer.step(0.01)
+            step_of(optimizer, 0.01)
     gradients(1)
     before = {key: value.clone() for key, value in restored.state().items()}
-    restored.keep()
-    restored.step(0.01)
-    restored.restore()
+    pieces = [*restored.pieces.values()]
+    for piece in pieces:
+        piece.keep()
+    step_of(restored, 0.01)
+    for piece in pieces:
+        piece.restore()
     assert_same(restored.state(), before)
     assert same_bits([kept], [plain])
-    other.step(0.01)
-    other.invert(0.01)
+    step_of(other, 0.01)
+    invert(other, 0.01)
     assert set(other.state()) == set(before)
     for optimizer in (one, restored, other):
-        optimizer.step(0.01, 0.5)
+        step_of(optimizer, 0.01, 0.5)
     assert same_bits([plain], [kept])
     rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (1e-2, 1e-3)
     assert_close([plain], [inverted], rtol=rtol, atol=atol)
@@ -349,49 +356,48 @@ def test_float32_master_accumulates_small_steps() -> None:
     nn.init.ones_(module.weight)
     masters = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.to(torch.bfloat16)
-    optimizer = LayerOptimizer(module, OptimizerSettings(weight_decay=0.0), masters=masters)
+    optimizer = optimizer_of(module, masters=masters)
     for p in module.parameters():
         p.grad_dtype = torch.float32
     for _ in range(100):
         for p in module.parameters():
             p.grad = torch.ones(p.shape)
-        optimizer.step(1e-4)
+        step_of(optimizer, 1e-4)
     master = optimizer.state()["weight/master"]
     torch.testing.assert_close(master, torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
     assert torch.equal(module.weight.detach(), master.bfloat16())
-    loaded = LayerOptimizer(module, OptimizerSettings())
+    loaded = optimizer_of(module)
     loaded.load(optimizer.state())
     assert torch.equal(loaded.state()["weight/master"], master)
 
 
 def test_saved_momentum_is_dropped_without_momentum() -> None:
     """In-place rollback would otherwise divide by a momentum of 0."""
-    settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
-    optimizer = LayerOptimizer(module, settings)
+    optimizer = optimizer_of(module, fused.SGD)
     named = module.named_parameters()
     optimizer.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in named})
     for _ in range(3):
         before = module.weight.detach().clone()
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5)
-        optimizer.step(0.1)
-        optimizer.invert(0.1)
+        step_of(optimizer, 0.1)
+        invert(optimizer, 0.1)
         torch.testing.assert_close(module.weight.detach(), before)
 
 
 def test_in_place_rollback_drift_stays_at_rounding() -> None:
     """Each of 200 steps is made, rolled back in place, and repeated with clipping."""
-    settings = OptimizerSettings(weight_decay=0.1)
+    make = partial(fused.AdamW, weight_decay=0.1)
     exact, near = large(), large()
-    one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
+    one, other = optimizer_of(exact, make), optimizer_of(near, make)
     for step in range(200):
         give([exact], step)
         give([near], step)
-        one.step(1e-3, 0.5)
-        other.step(1e-3)
-        other.invert(1e-3)
-        other.step(1e-3, 0.5)
+        step_of(one, 1e-3, 0.5)
+        step_of(other, 1e-3)
+        invert(other, 1e-3)
+        step_of(other, 1e-3, 0.5)
     assert_close([exact], [near], rtol=1e-3, atol=1e-4)
 
 

@@ -25,7 +25,6 @@ from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -37,6 +36,7 @@ from tests.pool import JobFailed, Pool
 from tests.runtime.alone import GPT, around, gpt, pipeline, tokens
 from tests.runtime.jobs import error_of
 from tests.runtime.modules import Net
+from tests.runtime.optimizers import settings
 from tests.runtime.state.test_migration import fingerprint
 
 JOBS = "tests.runtime.state.test_checkpoint:"
@@ -408,9 +408,9 @@ def test_checkpoint_of_another_optimizer_is_refused(
 ) -> None:
     """Moments would be dropped, or would be missing in the next step."""
 
-    def built(name: Any) -> Engine:
-        settings = OptimizerSettings(name, momentum=0.9)
-        return pipeline(model_of(parse({"model": GPT})), update=UpdateOptions(optimizer=settings))
+    def built(name: str) -> Engine:
+        update = UpdateOptions(optimizer=settings(name))
+        return pipeline(model_of(parse({"model": GPT})), update=update)
 
     first = built(saved)
     first.step(0, *tokens(0), lr=0.1)

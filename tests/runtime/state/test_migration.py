@@ -19,7 +19,7 @@ from dynmo.kernels.seeds import mix
 from dynmo.plan.partition import Move, Partition, moves, uniform
 from dynmo.runtime.comm.headers import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.state.migration import (
     Arrival,
     _receive_text,
@@ -35,6 +35,8 @@ from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.jobs import error_of
 from tests.runtime.modules import Net, assert_same, bits_of
+from tests.runtime.optimizers import optimizer_of
+from tests.runtime.optimizers import step as step_of
 
 
 def fingerprint(
@@ -58,7 +60,7 @@ class Held:
         self.modules = self.model.build(frozenset(own))
         for index in range(0, self.model.layers, 3):
             self.modules[index].requires_grad_(False)
-        self.optimizers = {i: LayerOptimizer(self.modules[i], OptimizerSettings()) for i in own}
+        self.optimizers = {i: optimizer_of(self.modules[i]) for i in own}
 
     def train(self, step: int) -> None:
         """Gradients from nowhere, one update, and gradients left behind."""
@@ -68,7 +70,7 @@ class Held:
                 for p in self.modules[index].parameters():
                     p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
                 if not last:
-                    optimizer.step(0.1, 1.0)
+                    step_of(optimizer, 0.1)
                     optimizer.drop_gradients()
 
     def fingerprints(self) -> dict[int, Any]:
@@ -89,7 +91,7 @@ class Held:
             for arrival in arrivals:
                 module = self.modules[arrival.layer]
                 state = fill(module, arrival.tensors, arrival.flags)
-                self.optimizers[arrival.layer] = LayerOptimizer(module, OptimizerSettings())
+                self.optimizers[arrival.layer] = optimizer_of(module)
                 self.optimizers[arrival.layer].load(state)
 
         migration = exchange(self.world, plan, leaving or self.leaving, lambda *_: None, adopt)

@@ -1,0 +1,110 @@
+"""One update over all layers of a rank by torch's optimizers, which can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dynmo.kernels.torch_private import scale_all
+from dynmo.runtime.optim.fused import Fused
+from dynmo.runtime.optim.optimizer import LayerOptimizer, Piece, pieces_of
+from dynmo.runtime.optim.parameter_groups import Group, Rates
+from dynmo.runtime.optim.trial import Make, make_optimizer
+
+# A group, and whether its parameters are spared from weight decay.
+_Part = tuple[Group, bool]
+
+
+class Update:
+    """One torch optimizer for each function in the groups, over the pieces of all layers.
+
+    Each piece keeps its state. The optimizers have it during a step alone.
+    """
+
+    def __init__(self) -> None:
+        # Pieces that have had a gradient.
+        self._known: dict[Piece, None] = {}
+        self._made: dict[Make, tuple[list[_Part], torch.optim.Optimizer]] = {}
+
+    def release(self) -> None:
+        """Drops the optimizers, since a layer goes, whose memory they would keep."""
+        self._known, self._made = {}, {}
+
+    def step(self, layers: Mapping[LayerOptimizer, float], rates: Rates) -> None:
+        """Applies the gradients of each layer times its factor. They stay, multiplied."""
+        gradients = _gradients(layers)
+        for layer, factor in layers.items():
+            own = [gradients[piece] for piece in layer.pieces.values() if piece in gradients]
+            if own and factor != 1.0:
+                scale_all(own, factor)
+        for piece in gradients:
+            piece.is_fresh = not piece.state
+        self._run(gradients, rates, lambda optimizer: optimizer.step())
+
+    def invert(self, layers: Iterable[LayerOptimizer], rates: Rates) -> None:
+        """Takes back the last step by arithmetic (Zero Bubble, in-place rollback).
+
+        It needs no copies, and does not give the same bits. The gradients must still be there. Only
+        dynmo's own optimizers can.
+        """
+        gradients = _gradients(layers)
+
+        def act(optimizer: torch.optim.Optimizer) -> None:
+            assert isinstance(optimizer, Fused), "others keep copies"
+            optimizer.invert()
+
+        self._run(gradients, rates, act)
+        for piece in gradients:
+            if piece.is_fresh:
+                piece.state = {}
+
+    def _run(
+        self,
+        gradients: Mapping[Piece, Tensor],
+        rates: Rates,
+        act: Callable[[torch.optim.Optimizer], object],
+    ) -> None:
+        """Calls `act` with each optimizer, which has options, gradients and state meanwhile."""
+        if not gradients:
+            return
+        self._make(gradients)
+        for parts, optimizer in self._made.values():
+            for (group, is_spared), options in zip(parts, optimizer.param_groups, strict=True):
+                new = rates[group.number] if isinstance(rates, Sequence) else {"lr": rates}
+                options.update({**new, "weight_decay": 0.0} if is_spared else new)
+        for piece, gradient in gradients.items():
+            piece.made().grad = gradient
+            if piece.state:
+                self._made[piece.group.make][1].state[piece.made()] = piece.state
+        for _, optimizer in self._made.values():
+            act(optimizer)
+        for piece in gradients:
+            piece.state = self._made[piece.group.make][1].state.pop(piece.made(), {})
+            if piece.made() is not piece.parameter:
+                piece.made().grad = None
+            piece.publish()
+
+    def _make(self, pieces: Iterable[Piece]) -> None:
+        """Makes the optimizers anew if a piece has its first gradient."""
+        known = self._known | dict.fromkeys(pieces)
+        if len(known) == len(self._known):
+            return
+        self._known = known
+        made: dict[Make, dict[_Part, list[Tensor]]] = {}
+        for piece in known:
+            part = piece.group, piece.group.spares(piece.parameter.dim())
+            made.setdefault(piece.group.make, {}).setdefault(part, []).append(piece.made())
+        self._made = {
+            make: (
+                list(parts),
+                make_optimizer(make, [(group.given, own) for (group, _), own in parts.items()]),
+            )
+            for make, parts in made.items()
+        }
+
+
+def _gradients(layers: Iterable[LayerOptimizer]) -> dict[Piece, Tensor]:
+    pairs = ((piece, piece.gradient()) for piece in pieces_of(layers))
+    return {piece: gradient for piece, gradient in pairs if gradient is not None}
