@@ -21,7 +21,7 @@ from dynmo.runtime.engine.not_finite import NotFiniteError
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.loss_scale import LossScaler
-from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor
+from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor, pieces_of
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -70,13 +70,12 @@ class OptimizerStep:
         """Sums the gradients of tied weights and divides the loss scale out."""
         self._store.tied.merge()
         gradients: list[Tensor] = []
-        for layer in self._store.layers.values():
-            for parameter in layer.module.parameters():
-                if parameter.grad is not None:
-                    # Fused optimizers read memory as it lies. The tape of a custom module may leave
-                    # a gradient in another order.
-                    parameter.grad = parameter.grad.contiguous()
-                    gradients.append(parameter.grad)
+        for piece in pieces_of(self._store.optimizers.values()):
+            if piece.parameter.grad is not None:
+                # Fused optimizers read memory as it lies. The tape of a custom module may leave a
+                # gradient in another order.
+                piece.parameter.grad = piece.parameter.grad.contiguous()
+                gradients.append(piece.parameter.grad)
         if gradients and self.scaler.scale != 1:  # a power of two, so no bits change
             scale_all(gradients, 1 / self.scaler.scale)
 

@@ -127,8 +127,8 @@ class StepReduction:
         squares = store.replicas.squared_norms()
         if squares is None:
             squares = {
-                index: squared_norm(p.grad for p in layer.module.parameters())
-                for index, layer in store.layers.items()
+                index: squared_norm(piece.parameter.grad for piece in optimizer.pieces.values())
+                for index, optimizer in store.optimizers.items()
             }
         for index, value in squares.items():
             norms[index] = value

@@ -6,7 +6,6 @@ call. torch's classes import its compiler, which takes a second on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,15 +13,23 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+Named = dict[str, Any]
+"""Options of a group of parameters, or state of a parameter."""
+
 
 class Fused(torch.optim.Optimizer):
     """An optimizer whose last step can be taken back by arithmetic.
 
     Attributes:
+        options: The options of a group, and their defaults.
         moments: Names of the state that is of a parameter's size.
     """
 
+    options: ClassVar[dict[str, Any]]
     moments: ClassVar[tuple[str, ...]]
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, self.options | options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.param_groups.append(self.defaults | param_group)
@@ -48,49 +55,27 @@ class Fused(torch.optim.Optimizer):
                     if p.grad is not None:
                         self._invert(p, p.grad, self.state.get(p, {}), group)
 
-    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: Named) -> None: ...
 
-    def _invert(
-        self, p: Tensor, g: Tensor, state: dict[str, Any], group: Mapping[str, Any]
-    ) -> None:
-        raise NotImplementedError
+    def _invert(self, p: Tensor, g: Tensor, state: Named, group: Named) -> None: ...
 
 
 class AdamW(Fused):
+    options: ClassVar = {"lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
     moments = ("exp_avg", "exp_avg_sq")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.0,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        )
-
-    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: Named) -> None:
         for p in params:
             if p not in self.state:
-                self.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-                }
-        steps, first, second = (
-            [self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq")
-        )
+                moments = {key: torch.zeros_like(p, requires_grad=False) for key in self.moments}
+                self.state[p] = {"step": torch.zeros((), device=p.device)} | moments
         b1, b2 = group["betas"]
         adamw(
             params,
             grads,
-            first,
-            second,
+            *([self.state[p][key] for p in params] for key in self.moments),
             [],
-            steps,
+            [self.state[p]["step"] for p in params],
             fused=True,
             amsgrad=False,
             beta1=b1,
@@ -101,9 +86,7 @@ class AdamW(Fused):
             maximize=False,
         )
 
-    def _invert(
-        self, p: Tensor, g: Tensor, state: dict[str, Any], group: Mapping[str, Any]
-    ) -> None:
+    def _invert(self, p: Tensor, g: Tensor, state: Named, group: Named) -> None:
         """A moment whose b is 0 has no past, and becomes 0.
 
         u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -121,14 +104,10 @@ class AdamW(Fused):
 
 
 class SGD(Fused):
+    options: ClassVar = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0}
     moments = ("momentum_buffer",)
 
-    def __init__(
-        self, params: Any, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: Named) -> None:
         if not group["momentum"]:  # drops the buffers of an earlier run
             for p in params:
                 self.state.pop(p, None)
@@ -149,9 +128,7 @@ class SGD(Fused):
             if buffer is not None:
                 self.state[p] = {"momentum_buffer": buffer}
 
-    def _invert(
-        self, p: Tensor, g: Tensor, state: dict[str, Any], group: Mapping[str, Any]
-    ) -> None:
+    def _invert(self, p: Tensor, g: Tensor, state: Named, group: Named) -> None:
         """p = p + lr b;  b = (b - g - wd p) / momentum"""
         lr, decay, buffer = float(group["lr"]), group["weight_decay"], state.get("momentum_buffer")
         if buffer is None:  # no momentum: the step was lr * (g + wd p)

@@ -118,17 +118,15 @@ def check_is_separable(
         (options, [_small(each, device, seed) for seed in range(2) for each in dims])
         for options, dims in groups
     ]
+    pairs = [(options, p, p.clone()) for options, parameters in together for p in parameters]
     _train(make, together, checks=True)
-    for options, parameters in together:
-        half = parameters[: len(parameters) // 2]
-        alone = [_small(p.dim(), device, seed) for seed in range(2) for p in half]
-        for parameter in alone:
-            _train(make, [(options, [parameter])])
-        if not all(map(torch.equal, alone, parameters)):
-            raise ConfigError(
-                f"optimizer: {name} needs all parameters at once, but each rank has some; use one "
-                "that updates each parameter by itself"
-            )
+    for options, _, alone in pairs:
+        _train(make, [(options, [alone])])
+    if not all(torch.equal(alone, p) for _, p, alone in pairs):
+        raise ConfigError(
+            f"optimizer: {name} needs all parameters at once, but each rank has some; use one "
+            "that updates each parameter by itself"
+        )
 
 
 def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device) -> bool:
