@@ -433,7 +433,7 @@ class Actions:
         """Ends all use of the process groups on this rank."""
         self._programs.relower()
         self._store.replicas.close()
-        self._pending.part()
+        self._pending.ring.close()
 
     def _take_up(
         self,

@@ -164,7 +164,7 @@ class Engine:
                 # A message under way that somebody holds would keep the groups, and the others
                 # would wait.
                 self.programs.relower()
-                self.pending.drop_messages()
+                self.pending.ring.drop()
                 clear_frames(error)
                 gc.collect()
                 if not everyone.give_up(error, is_final or self.pending.is_halfway):
@@ -180,7 +180,7 @@ class Engine:
         """Takes note that the ranks have met anew."""
         self.programs.relower()
         self.store.renewed()
-        self.pending.drop_messages()
+        self.pending.ring.drop()
         self.pending.reshaped()
 
     # -- training ----------------------------------------------------------------------------------

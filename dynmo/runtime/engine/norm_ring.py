@@ -88,7 +88,7 @@ class NormRing:
 
     def pass_on(self, prefix: Tensor) -> None:
         """Hands the prefix to the next rank. The last rank sends the whole back."""
-        self._finish_sends()
+        self.close()
         self._post(TAG_VERDICT, self._verdict_from)
         if self._prefix_to is not None:
             self._send(prefix, self._prefix_to, TAG_PREFIX)
@@ -109,10 +109,6 @@ class NormRing:
             self._send(table, self._verdict_to, TAG_VERDICT)
         return table
 
-    def close(self) -> None:
-        """Finishes the sends before another ring takes its place. No verdict may be out."""
-        self._finish_sends()
-
     def drop(self) -> None:
         """Drops messages under way, after an error."""
         self._posted.clear()
@@ -126,8 +122,11 @@ class NormRing:
     def _send(self, table: Tensor, target: int, tag: int) -> None:
         self._sent.append((table, self._world.send(table, target, tag), target))
 
-    def _finish_sends(self) -> None:
-        """Waits for the sends of the step before, which were taken long ago."""
+    def close(self) -> None:
+        """Waits for the sends of the step before, which were taken long ago.
+
+        Also called before another ring takes its place. No verdict may be out then.
+        """
         for _, work, target in self._sent:
             self._world.wait(work, target, "room to send a step's table")
         self._sent.clear()

@@ -66,7 +66,12 @@ class _Failure(NamedTuple):
 
 
 class PostValidation:
-    """Holds the last step until it is final, and results that nobody has taken yet."""
+    """Holds the last step until it is final, and results that nobody has taken yet.
+
+    Attributes:
+        is_halfway: Whether some weights are as before a step and some as after it, and no copies
+            can take it back.
+    """
 
     def __init__(
         self,
@@ -80,14 +85,13 @@ class PostValidation:
     ) -> None:
         self._store, self._end, self._explain, self._attempt = store, end, explain, attempt
         self._policy = BarrierPolicy() if validates else None
-        self._ring = self._new_ring()
+        self.ring = self._new_ring()
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
         self._failure: _Failure | None = None
         self._failed_step: int | None = None
-        # Whether weights are as before and after a step, and no copies can take it back.
-        self._is_changing = False
+        self.is_halfway = False
         # Number of steps that this rank has ended, and its parts of the tables of the last two.
         self._ended = 0
         self._parts: deque[Tensor] = deque(maxlen=2)
@@ -108,22 +112,17 @@ class PostValidation:
         """Whether the verdict on a step is still out."""
         return self._pending is not None
 
-    @property
-    def is_halfway(self) -> bool:
-        """Whether a step was made in part, and cannot be taken back."""
-        return self._is_changing
-
     def begin(self) -> None:
         """Prepares for the program of a step that will be left pending."""
         if self._pending is None:
-            self._ring.expect()
+            self.ring.expect()
         self._begun = time.perf_counter()
 
     def is_validated(self, executor: Executor) -> bool:
         """Returns whether the next step's program may go on. Called in the middle of it."""
-        is_validated = self._judge(self._ring.verdict())
+        is_validated = self._judge(self.ring.verdict())
         if self._failure is None:
-            self._ring.expect()
+            self.ring.expect()
         executor.scale_loss(self._end.scaler.scale)  # no B has started
         return is_validated
 
@@ -137,7 +136,7 @@ class PostValidation:
             return
         self._end.prepare()
         own = self._end.table.own(step_output, flag)
-        prefix = self._ring.prefix(own)
+        prefix = self.ring.prefix(own)
         known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
         # The norms alone decide: they are the same on all replicas, which must do alike. The
         # verdict finds a loss that is not finite.
@@ -147,13 +146,13 @@ class PostValidation:
             if self._copies:
                 for piece in self._pieces:
                     piece.keep()
-            self._pending, self._is_changing = pending, not self._copies
+            self._pending, self.is_halfway = pending, not self._copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             self._end.apply(
                 known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0
             )
-            self._is_changing = False
-        self._ring.pass_on(self._end.table.complete(prefix) if self._ring.completes else prefix)
+            self.is_halfway = False
+        self.ring.pass_on(self._end.table.complete(prefix) if self.ring.completes else prefix)
         self._pending, pending.ended = pending, True
         self._ended += 1
         self._parts.append(own)
@@ -174,7 +173,7 @@ class PostValidation:
         if self._pending is not None:
             self._begun = time.perf_counter()
             with self._attempt():
-                self._judge(self._ring.verdict())
+                self._judge(self.ring.verdict())
         self.raise_failure()
 
     def assert_final(self) -> None:
@@ -199,11 +198,11 @@ class PostValidation:
         assert self._policy is not None
         switch = self._policy.observe(failed is not None)
         if failed is not None:
-            self._is_changing = True
+            self.is_halfway = True
             self._take_back(pending)
             if failed == CLIPPED:
                 end.apply(result.squared_norms, pending.lr, pending.max_norm)
-            self._is_changing = False
+            self.is_halfway = False
             if failed == NON_FINITE:
                 error = end.error(result)
                 result = end.skipped(result)
@@ -299,18 +298,10 @@ class PostValidation:
         done, self._done = tuple(self._done), []
         return done
 
-    def part(self) -> None:
-        """Closes the ring before the ranks' groups end. No table may be under way."""
-        self._ring.close()
-
     def reshaped(self) -> None:
         """Makes a new ring, since the ranks are another mesh, or have met anew."""
-        self.part()
-        self._ring = self._new_ring()
-
-    def drop_messages(self) -> None:
-        """Drops messages under way, after an error."""
-        self._ring.drop()
+        self.ring.close()
+        self.ring = self._new_ring()
 
     def _new_ring(self) -> NormRing:
         store = self._store

@@ -73,7 +73,8 @@ class AdamW(Fused):
         adamw(
             params,
             grads,
-            *([self.state[p][key] for p in params] for key in self.moments),
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
             [],
             [self.state[p]["step"] for p in params],
             fused=True,

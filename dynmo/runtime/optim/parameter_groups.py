@@ -153,7 +153,7 @@ class ParameterGroups:
     def code(self) -> list[object]:
         """Functions of the user's own that decide the groups and their optimizers."""
         makes = [] if self.inverts else [group.make for group in self.groups]
-        return [*makes, *([] if self._settings.groups is None else [self._settings.groups])]
+        return [each for each in (*makes, self._settings.groups) if each is not None]
 
     @property
     def is_plain(self) -> bool:
@@ -186,7 +186,9 @@ class ParameterGroups:
             key: The option that needs it.
         """
         for group in self.groups:
-            if not is_elementwise(group.make, group.given, group.device):
+            # torch's fused functions work element by element.
+            apart = self.inverts or is_elementwise(group.make, group.given, group.device)
+            if not apart:
                 raise ConfigError(
                     f"{key}: {name_of(group.make)} does not work element by element, but here each "
                     "parameter is divided; use AdamW, SGD or another one that does, or leave it out"

@@ -42,7 +42,8 @@ class Replicas:
         self._shares: dict[int, list[Shared]] = {}
         # Weights of each own layer that are spread over the replicas.
         self.spread: dict[int, list[SpreadWeight]] = {}
-        self._names: dict[int, list[str]] = {}
+        # All of them, in the order of the layer's parameters.
+        self._ordered: dict[int, list[Shared]] = {}
 
     @property
     def share(self) -> Share:
@@ -74,14 +75,17 @@ class Replicas:
             else []
         )
         self.spread[index] = list(weights)
-        self._names[index] = [
+        # Of spread weights, this replica may hold none.
+        names = [
             f"{path}.{key}".lstrip(".")
             for path, part in module.named_modules()
             for key in part._parameters
         ]
+        shares = [*self._shares[index], *weights]
+        self._ordered[index] = sorted(shares, key=lambda shared: names.index(shared.name))
 
     def drop(self, index: int) -> None:
-        del self._shares[index], self.spread[index], self._names[index]
+        del self._shares[index], self.spread[index], self._ordered[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
         """Returns the function to call when the layer's last W has run, or None."""
@@ -106,16 +110,7 @@ class Replicas:
         """Returns the squared norms of this rank's layers, or None if all are whole."""
         if self._reducer is None or not (self._sharded or any(self.spread.values())):
             return None
-        layers = {
-            index: sorted([*self._shares[index], *self.spread[index]], key=self._place(index))
-            for index in sorted(self._shares)
-        }
-        return squared_norms(self._world.peers, layers)
-
-    def _place(self, index: int) -> Callable[[Shared], int]:
-        """Returns a parameter's place in its layer, with those of other replicas counted."""
-        places = {name: place for place, name in enumerate(self._names[index])}
-        return lambda shared: places[shared.name]
+        return squared_norms(self._world.peers, dict(sorted(self._ordered.items())))
 
     def send_parameters(self, index: int) -> None:
         """Exchanges shares of a layer's parameters meanwhile, with ZeRO-1."""
