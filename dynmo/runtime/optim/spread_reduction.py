@@ -11,7 +11,7 @@ placement of the weights, and for weights that are not spread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,7 @@ def reduce_spread(
     # A holder sends a row for each replica that it computes.
     most = max((len(sources) for weight in several for sources in weight.sources), default=1)
     for group in buckets(several, bucket // most):
-        missing += _Bucket(peers, group, f"the gradients of layer {layer}").reduce()
+        missing += _reduce(peers, group, f"the gradients of layer {layer}")
     for weight in weights:
         for parameter in weight.gradients.values():
             if parameter is not weight.parameter:
@@ -67,100 +67,49 @@ def reduce_spread(
     return missing
 
 
-class _Bucket:
-    """Weights that several replicas hold, whose gradients are reduced at once.
+def _reduce(
+    peers: World, weights: Sequence[SpreadWeight], what: str
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Reduces a bucket of weights that several replicas hold.
 
-    A flag behind each row of gradients says whether the row is there.
+    Returns the parameters without a gradient here, and whether any replica has one. A flag behind
+    each row of gradients says whether the row is there.
     """
-
-    def __init__(self, peers: World, weights: Sequence[SpreadWeight], what: str) -> None:
-        like = weights[0].parameter
-        self._peers, self._weights, self._what = peers, weights, what
-        self._empty = torch.empty(
-            0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device
-        )
-
-    def reduce(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the parameters without a gradient here, and whether any replica has one."""
-        absent = [
-            weight.held and all(parameter.grad is None for parameter in weight.gradients.values())
-            for weight in self._weights
+    me, replicas = peers.rank, range(peers.size)
+    like = weights[0].parameter
+    dtype = torch.float32 if like.dtype in LOW else like.dtype
+    empty = torch.empty(0, dtype=dtype, device=like.device)
+    held = [weight for weight in weights if weight.held]
+    flags = {
+        (weight.name, source): empty.new_full((1,), parameter.grad is not None)
+        for weight in held
+        for source, parameter in weight.gradients.items()
+    }
+    absent = [w for w in held if all(p.grad is None for p in w.gradients.values())]
+    parts = [
+        [
+            piece
+            for weight in held
+            for source in (weight.sources[me] if weight.sources[replica] else ())
+            for piece in (
+                _flat(weight.gradients[source])[slice(*weight.ranges[replica])],
+                flags[weight.name, source],
+            )
         ]
-        sums = self._sum_own_ranges()
-        self._gather(sums)
-        return [
-            (weight.parameter, sums[weight.name][-1].clone())
-            for weight, none in zip(self._weights, absent, strict=True)
-            if none
-        ]
-
-    def _sum_own_ranges(self) -> dict[str, Tensor]:
-        """Returns the sum over this replica's range of each held weight, and its flag."""
-        me = self._peers.rank
-        gradients = [
-            (weight.name, source, parameter)
-            for weight in self._weights
-            for source, parameter in weight.gradients.items()
-        ]
-        flags = {
-            (name, source): self._empty.new_full((1,), parameter.grad is not None)
-            for name, source, parameter in gradients
-        }
-        flats = {(name, source): _flat(parameter) for name, source, parameter in gradients}
-        arrived = self._exchange(
-            lambda weight, replica: [
-                piece
-                for source in (weight.sources[me] if weight.sources[replica] else ())
-                for piece in (
-                    flats[weight.name, source][slice(*weight.ranges[replica])],
-                    flags[weight.name, source],
-                )
-            ],
-            lambda weight, replica: (
-                (_length(weight, me) + 1) * len(weight.sources[replica]) if weight.held else 0
-            ),
-        )
-        return {
-            weight.name: _sum(weight, rows, self._peers.size)
-            for weight, rows in zip(self._weights, _rows(self._weights, arrived, me), strict=True)
-            if rows
-        }
-
-    def _gather(self, sums: Mapping[str, Tensor]) -> None:
-        """Puts the sums of all replicas' ranges into the gradients of the held weights."""
-        arrived = self._exchange(
-            lambda weight, replica: (
-                [sums[weight.name][:-1]] if weight.sources[replica] and weight.held else []
-            ),
-            lambda weight, replica: _length(weight, replica) if weight.held else 0,
-        )
-        for replica, received in enumerate(arrived):
-            rest = received
-            for weight in self._weights:
-                if weight.held:
-                    own, rest = rest.split(
-                        [_length(weight, replica), rest.numel() - _length(weight, replica)]
-                    )
-                    _flat(weight.parameter)[slice(*weight.ranges[replica])] = own
-
-    def _exchange(
-        self,
-        pieces: Callable[[SpreadWeight, int], Sequence[Tensor]],
-        size: Callable[[SpreadWeight, int], int],
-    ) -> list[Tensor]:
-        """Sends each replica its pieces. `size` counts the elements that it sends."""
-        parts = [
-            self._joined([each for weight in self._weights for each in pieces(weight, replica)])
-            for replica in range(self._peers.size)
-        ]
-        sizes = [
-            sum(size(weight, replica) for weight in self._weights)
-            for replica in range(self._peers.size)
-        ]
-        return self._peers.exchange(parts, sizes, self._what)
-
-    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(pieces)) if pieces else self._empty
+        for replica in replicas
+    ]
+    # A row for each replica whose rows the sender computes, and its flag.
+    sizes = [sum((_length(w, me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
+    arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
+    sums = _sums(held, arrived, me)
+    parts = [[sums[w.name][:-1] for w in held if w.sources[i]] for i in replicas]
+    sizes = [sum(_length(w, i) for w in held) for i in replicas]
+    arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
+    for replica, received in enumerate(arrived):
+        pieces = received.split([_length(weight, replica) for weight in held])
+        for weight, own in zip(held, pieces, strict=True):
+            _flat(weight.parameter)[slice(*weight.ranges[replica])] = own
+    return [(weight.parameter, sums[weight.name][-1].clone()) for weight in absent]
 
 
 def _length(weight: SpreadWeight, replica: int) -> int:
@@ -174,24 +123,22 @@ def _flat(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def _rows(
-    group: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int
-) -> list[dict[int, Tensor]]:
-    """Returns the gradients of all replicas' rows in this replica's range, by weight."""
-    out: list[dict[int, Tensor]] = [{} for _ in group]
+def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -> dict[str, Tensor]:
+    """Returns the sum over this replica's range of each weight, and its flag."""
+    rows: dict[str, dict[int, Tensor]] = {weight.name: {} for weight in weights}
     for replica, received in enumerate(arrived):
         start = 0
-        for weight, rows in zip(group, out, strict=True):
-            for source in weight.sources[replica] if weight.held else ():
-                rows[source] = received[start : start + _length(weight, me) + 1]
+        for weight in weights:
+            for source in weight.sources[replica]:
+                rows[weight.name][source] = received[start : start + _length(weight, me) + 1]
                 start += _length(weight, me) + 1
-    return out
+    return {name: _sum(name, own, len(arrived)) for name, own in rows.items()}
 
 
-def _sum(weight: SpreadWeight, rows: Mapping[int, Tensor], replicas: int) -> Tensor:
+def _sum(name: str, rows: Mapping[int, Tensor], replicas: int) -> Tensor:
     tree = Tree()
     for source, row in sorted(rows.items()):
         tree.put(source, row)
     total = tree.total(replicas)
-    assert total is not None, f"every replica's rows of {weight.name} are computed somewhere"
+    assert total is not None, f"every replica's rows of {name} are computed somewhere"
     return total
