@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +19,7 @@ from dynmo.pipeline.options import TorchOptimizer
 from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS
 from tests.pipeline import jobs
+from tests.pipeline.adapters import store_of
 from tests.pipeline.optimizer_jobs import ADAMW, MICROBATCHES, OPTIMIZERS, batch, layers, make
 from tests.pool import Pool
 
@@ -140,6 +143,17 @@ def test_options_are_set_by_hand(world: dynmo.World) -> None:
     pipeline.step(*batch(0))
     after = pipeline.state_dict()
     assert all(torch.equal(before[key], after[key]) == (before[key].dim() == 2) for key in before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_memory_of_a_layer_that_goes_is_freed(world: dynmo.World, name: str) -> None:
+    pipeline = make(world, name, precision="bfloat16")
+    pipeline.step(*batch(0))
+    store = store_of(pipeline)
+    old = weakref.ref(store.optimizers[0].masters["weight"])
+    store.rebuild(0, store.moments(0))
+    gc.collect()
+    assert old() is None
 
 
 def test_adamw_of_torch_goes_on_from_dynmos_and_another_is_refused(

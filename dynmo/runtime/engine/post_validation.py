@@ -219,11 +219,11 @@ class PostValidation:
     def _take_back(self, pending: _Pending | None) -> None:
         """Takes back what this rank has made of a step. Peers exchange parameters, with ZeRO-1."""
         if pending is not None and pending.stepped:
+            update, layers = self._store.update, self._end.trained.values()
             if self._copies:
-                for piece in self._pieces:
-                    piece.restore()
+                update.restore(layers)
             else:
-                self._store.update.invert(self._end.trained.values(), pending.lr)
+                update.invert(layers, pending.lr)
         self._end.share()
 
     def _forget(self) -> None:

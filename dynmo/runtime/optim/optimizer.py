@@ -119,13 +119,12 @@ class Piece:
             self.cut(self.parameter.detach()).copy_(self.master)
 
     def keep(self) -> None:
-        """Copies everything that the next step will change, for `restore`."""
+        """Copies everything that the next step will change."""
         if self.gradient() is not None:
             state = {key: _copy(value) for key, value in self.state.items()}
             self._kept = self.made().detach().clone(), state
 
     def restore(self) -> None:
-        """Takes back the step since `keep`: the same bits as before it."""
         if self._kept is not None:
             with torch.no_grad():
                 self.made().copy_(self._kept[0])

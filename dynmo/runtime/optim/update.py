@@ -43,6 +43,13 @@ class Update:
             piece.is_fresh = not piece.state
         self._run(gradients, rates, lambda optimizer: optimizer.step())
 
+    def restore(self, layers: Iterable[LayerOptimizer]) -> None:
+        """Takes back the step since the pieces' `keep`: the same bits as before it."""
+        for piece in pieces_of(layers):
+            piece.restore()
+        # An optimizer may have made the state of its first step when it was made itself.
+        self.release()
+
     def invert(self, layers: Iterable[LayerOptimizer], rates: Rates) -> None:
         """Takes back the last step by arithmetic (Zero Bubble, in-place rollback).
 

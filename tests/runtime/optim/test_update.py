@@ -17,6 +17,7 @@ from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.trial import check_is_separable
 from dynmo.runtime.optim.update import Update
 from tests.pipeline.optimizer_jobs import OPTIMIZERS, layers
+from tests.runtime.optimizers import optimizer_of
 
 CPU = torch.device("cpu")
 
@@ -62,8 +63,7 @@ def test_layers_have_the_bits_of_the_whole_model(name: str) -> None:
             for piece in pieces:
                 piece.keep()
             update.step(dict.fromkeys(own, 1.0), 1.0)
-            for piece in pieces:
-                piece.restore()
+            update.restore(own)
             assert all(map(torch.equal, weights(ours), before))
         if step == 3:
             states = [copy.deepcopy(optimizer.state()) for optimizer in own]
@@ -85,6 +85,38 @@ def test_layers_have_the_bits_of_the_whole_model(name: str) -> None:
             numbers = sum(t.nbytes for t in optimizer.state().values() if not t.dim())
             assert optimizer.state_bytes - bytes_ in range(numbers + 1), "the account was right"
         assert all(map(torch.equal, weights(ours), weights(theirs))), f"step {step}"
+
+
+class Early(torch.optim.Optimizer):
+    """Its state is made with it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.zeros_like(p)
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] += p.grad.square()
+                p.data.addcdiv_(p.grad, self.state[p]["sum"].sqrt(), value=-group["lr"])
+
+
+def test_first_step_is_taken_back_if_state_is_made_with_the_optimizer() -> None:
+    modules = ours, theirs = [nn.Linear(3, 2) for _ in range(2)]
+    theirs.load_state_dict(ours.state_dict())
+    optimizer, update, whole = optimizer_of(ours, Early), Update(), Early(theirs.parameters())
+    for p in (p for module in modules for p in module.parameters()):
+        p.grad = torch.ones_like(p)
+    for piece in optimizer.pieces.values():
+        piece.keep()
+    update.step({optimizer: 1.0}, 0.5)
+    update.restore([optimizer])
+    for _ in range(2):
+        update.step({optimizer: 1.0}, 0.1)
+        whole.step()
+    assert all(map(torch.equal, weights([ours]), weights([theirs])))
 
 
 class Coupled(torch.optim.SGD):
