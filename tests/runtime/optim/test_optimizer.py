@@ -386,6 +386,26 @@ def test_saved_momentum_is_dropped_without_momentum() -> None:
         torch.testing.assert_close(module.weight.detach(), before)
 
 
+def test_inverse_leaves_no_negative_square() -> None:
+    """The square of the gradient is taken out of a moment that was 0."""
+    module = nn.Linear(64, 64)
+    optimizer = optimizer_of(module)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    step_of(optimizer, 0.1)
+    give([module], 1)
+    step_of(optimizer, 0.1)
+    invert(optimizer, 0.1)
+    assert float(optimizer.state()["weight/exp_avg_sq"].min()) >= 0
+
+
+def test_momentum_that_begins_later_has_a_place_in_shares() -> None:
+    group = Group(fused.SGD)
+    assert group.moments(1) == ("momentum_buffer",)
+    assert group.is_cut("momentum_buffer", 1)
+    assert group.state_bytes((4, 4), 4) == 0
+
+
 def test_in_place_rollback_drift_stays_at_rounding() -> None:
     """Each of 200 steps is made, rolled back in place, and repeated with clipping."""
     make = partial(fused.AdamW, weight_decay=0.1)
