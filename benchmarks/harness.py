@@ -31,7 +31,7 @@ from dynmo.schedule.op import Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dynmo.runtime.layer.split_backward import Layer
+    from dynmo.runtime.layer.layer import Layer
 
 Taken = TypeVar("Taken")
 # Of runs whose loss is a figure.

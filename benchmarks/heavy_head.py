@@ -32,8 +32,8 @@ from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import token_pieces_of
-from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.catalogue import full_schedule
 from dynmo.schedule.memory import bare, rank_memory, static_bytes
 from dynmo.train.setup import model_of

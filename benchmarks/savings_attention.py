@@ -54,7 +54,7 @@ from dynmo.cases.sparse_attention.shared import (
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 
 HIDDEN, HEADS, BATCH = 256, 4, 2
 SEQUENCES = (512, 1024, 2048, 4096)

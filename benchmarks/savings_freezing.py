@@ -36,7 +36,7 @@ from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.freezing.egeria import plasticity, quantised, relations
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
 
 MICROBATCHES, EVERY, REFRESH = 8, 10, 200

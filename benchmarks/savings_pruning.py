@@ -45,7 +45,7 @@ from dynmo.cases.pruning.sparse_linear import SparseLinear, linears, prune, surv
 from dynmo.config import parse
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.train.setup import model_of
 
 PICTURE = "sparse_crossover"

@@ -48,7 +48,7 @@ from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router, ad
 from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 
 BATCH, HEADS, VOCAB = 2, 4, 256
 SIZES = ((256, 256), (256, 1024), (512, 256), (512, 1024))  # hidden, sequence

@@ -167,6 +167,7 @@ def _serve() -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     profiler.PAUSE = 0.0  # links need not be measured well here, and every job would wait for it
+    profiler.APART = 1  # most jobs are short, and graphs of several layers are to run in them
     # Jobs may print. The replies have the real stdout to themselves.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

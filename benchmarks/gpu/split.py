@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from benchmarks.gpu.device import PRECISIONS, Option, Shape, Verdict, main, progress, turns
 from dynmo.config import parse
 from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.precision import lower
-from dynmo.runtime.layer.split_backward import Layer
 from dynmo.train.setup import model_of
 
 

@@ -29,6 +29,7 @@ from dynmo.kernels.split import (
     View,
     WeightTape,
     autograd_may_split,
+    note,
     plain_embedding,
     split_embedding,
     split_linear,
@@ -111,36 +112,51 @@ def _overlaps(matrix: Tensor) -> bool:
     return False
 
 
-def _transposed(base: nn.Parameter, view: View | None) -> View:
+def _turned(base: nn.Parameter, view: View | None) -> View:
     shape, strides, offset = view or (tuple(base.shape), tuple(base.stride()), 0)
-    return (shape[1], shape[0]), (strides[1], strides[0]), offset
+    return (*shape[:-2], shape[-1], shape[-2]), (*strides[:-2], strides[-1], strides[-2]), offset
+
+
+def _is_transpose(base: nn.Parameter, view: View | None) -> bool:
+    return base.dim() == 2 and view == _turned(base, None)
 
 
 def _linear(tape: WeightTape, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     found = _parameter(weight)
     if found is None or weight.dim() != 2 or not (bias is None or isinstance(bias, nn.Parameter)):
         return None
-    return split_linear(input, found[0], bias, tape, found[1])
+    base, view = found
+    if _is_transpose(base, view) and tape.notes(base):
+        return note(tape, functional.linear(input, weight, bias), input, base, bias, turned=True)
+    return split_linear(input, base, bias, tape, view)
 
 
 def _addmm(tape: WeightTape, *given: Any, **named: Any) -> Tensor | None:
     if len(given) != 3 or named:
         return None
     bias, rows, matrix = given
-    found = _parameter(matrix)
-    if found is None or not isinstance(bias, nn.Parameter) or bias.dim() != 1:
+    if not isinstance(bias, nn.Parameter) or bias.dim() != 1:
         return None
-    return split_linear(rows, found[0], bias, tape, _transposed(*found))
+    return _product(tape, torch.addmm, rows, matrix, bias)
 
 
 def _matmul(tape: WeightTape, *given: Any, **named: Any) -> Tensor | None:
-    if len(given) != 2 or named:
+    if len(given) != 2 or named or not isinstance(given[0], Tensor) or given[0].dim() < 2:
         return None
-    x, matrix = given
+    return _product(tape, lambda _, x, matrix: torch.matmul(x, matrix), *given, None)
+
+
+def _product(
+    tape: WeightTape, make: Callable[..., Tensor], x: Tensor, matrix: Any, bias: nn.Parameter | None
+) -> Tensor | None:
+    """Compute make(bias, x, matrix), for a matrix [in, out]."""
     found = _parameter(matrix)
-    if found is None or matrix.dim() != 2 or not isinstance(x, Tensor) or x.dim() < 2:
+    if found is None or matrix.dim() != 2:
         return None
-    return split_linear(x, found[0], None, tape, _transposed(*found))
+    base, view = found
+    if (view is None or _is_transpose(base, view)) and tape.notes(base):
+        return note(tape, make(bias, x, matrix), x, base, bias, turned=view is None)
+    return split_linear(x, base, bias, tape, _turned(base, view))
 
 
 def _embedding(
@@ -214,14 +230,9 @@ def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> T
     if found is None:
         return None
     base, view = found
-    if base.dim() != 3 or x.dim() != 2 or (view and view != _turned(base)):
+    if base.dim() != 3 or x.dim() != 2 or (view and view != _turned(base, None)):
         return None
     return cast(Tensor, _GroupedFunction.apply(x, base, offs, view is not None, tape))
-
-
-def _turned(base: nn.Parameter) -> View:
-    (groups, first, second), strides = base.shape, base.stride()
-    return (groups, second, first), (strides[0], strides[2], strides[1]), 0
 
 
 def stands_for_grouped_mm(func: Any) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 _MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
 
 
 class Purpose(IntEnum):
@@ -31,16 +32,29 @@ def case_seed(seed: int, layer: int, step: int) -> int:
 
 def mix(*keys: int) -> int:
     """Make a 63-bit seed. Each key is added and the sum scrambled (splitmix64)."""
-    state = 0x9E3779B97F4A7C15
+    state = _START
     for key in keys:
-        state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 29)) * 0x94D049BB133111EB & _MASK
+        state = _mixed(state, key)
     return (state ^ (state >> 32)) >> 1
+
+
+def _mixed(state: int, key: int) -> int:
+    state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
+    return (state ^ (state >> 29)) * 0x94D049BB133111EB & _MASK
+
+
+@lru_cache
+def _forward_state(seed: int, step: int, layer: int) -> int:
+    state = _START
+    for key in (seed, Purpose.FORWARD, step, layer):
+        state = _mixed(state, key)
+    return state
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
     """Seed torch's generator of `device` for one layer and one microbatch."""
-    generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
+    state = _mixed(_forward_state(seed, step, layer), microbatch)
+    generator_of(device).manual_seed((state ^ (state >> 32)) >> 1)
 
 
 @contextmanager

@@ -1,26 +1,39 @@
 """The backward in two parts: input gradient now, weight gradient on a tape.
 
 A linear's backward is two products: B is gx = gy W, for which other ranks wait, and W is
-gW = gy^T x, for which no rank waits. `SplitLinear` runs the first and hands the second to its
-layer's `WeightTape`. The tape runs it at once (BW) or keeps it for later (W). Both ways use the
-same kernel, in microbatch order, so they leave the same bits.
+gW = gy^T x, for which no rank waits. F computes a linear with torch's own functions, and notes the
+product on its layer's `WeightTape`. `run_split` then has autograd compute gx alone, and hand out
+gy. W is left. Nothing else runs in Python, and all kernels are those of torch's own backward.
+
+    F   y = x W^T           the tape notes W, x and the node of y in the graph
+    B   autograd: gx, gy    each product becomes work: gW += gy^T x
+    W   the work
+
+A weight that is a part of a parameter, or masked, has a function of its own (`_LinearFunction`).
+Its backward hands the work to the tape. So do embeddings and modules that opt in.
 
 Gradients are summed in float32 even if the parameter computes in a lower precision. A microbatch's
-product is then of the lower precision (on CUDA of float32). Only the sum over microbatches must not
-lose small amounts.
+product is then of the lower precision. Only the sum over microbatches must not lose small amounts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
-from dynmo.kernels.torch_private import in_functorch, reshape_unsafe
+from dynmo.kernels.torch_private import (
+    add_each,
+    in_functorch,
+    reshape_unsafe,
+    run_backward,
+    saved_tensors_hooks_in_force,
+)
 
 WeightWork = Callable[[], None]
 
@@ -51,11 +64,6 @@ def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
         parameter.grad.add_(amount)
 
 
-# A CPU rounds a narrow product otherwise if it adds it to something at once. A product of its own,
-# as autograd makes it, keeps the bits of plain torch (adapters), and takes little memory.
-_NARROW = 64
-
-
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a matrix that is part of a parameter, or its transpose.
 
@@ -75,59 +83,80 @@ def part_of(whole: Tensor, view: View | None) -> Tensor:
 def add_product(
     weight: nn.Parameter, left: Tensor, right: Tensor, view: View | None = None
 ) -> None:
-    """Add left @ right to weight.grad, or to this part of it."""
-    if view is not None:
-        weight.grad = zero_gradient(weight) if weight.grad is None else weight.grad.contiguous()
-    if weight.grad is None:
-        weight.grad = _product(weight, left, right)
+    """Add left @ right to weight.grad, or to this part of it.
+
+    The product is made by itself, as autograd makes it. Some kernels round otherwise if they add it
+    to something at once, or if it is turned.
+    """
+    if view is None:
+        add_to_gradient(weight, torch.mm(left, right))
         return
-    sum_so_far = part_of(weight.grad, view)
-    if sum_so_far.stride(0) < sum_so_far.stride(1):  # a transpose
-        sum_so_far, left, right = sum_so_far.t(), right.t(), left.t()
-    narrow = left.is_cpu and min(left.shape[0], right.shape[1]) <= _NARROW
-    if weight.dtype in LOW or narrow:
-        sum_so_far.add_(_product(weight, left, right))
+    weight.grad = zero_gradient(weight) if weight.grad is None else weight.grad.contiguous()
+    part = part_of(weight.grad, view)
+    if view[1] == (right.shape[1], 1):
+        part.add_(torch.mm(left, right))
     else:
-        sum_so_far.addmm_(left, right)
+        part.t().add_(torch.mm(right.t(), left.t()))
 
 
-def _product(weight: nn.Parameter, left: Tensor, right: Tensor) -> Tensor:
-    if weight.dtype not in LOW:
-        return torch.mm(left, right)
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left, right).to(torch.float32)
+# Of the inputs of autograd's nodes. The others are a weight's transpose and a bias.
+_PLACE_OF_X = {"AddmmBackward0": 1, "MmBackward0": 0}
 
 
-def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
-    """Add the sum of the rows to bias.grad."""
-    add_to_gradient(bias, rows.sum(0, dtype=torch.float32) if bias.dtype in LOW else rows.sum(0))
+class Product(NamedTuple):
+    """A product with a weight in F, whose gradient can wait.
+
+    Attributes:
+        x: [..., in].
+        version: How often x had been written to.
+        node: The node of the product in autograd's graph.
+        turned: Whether the weight is [in, out], not [out, in].
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    x: Tensor
+    version: int
+    node: Any
+    turned: bool
 
 
 class WeightTape:
-    """Takes the weight-gradient work of one layer while its backward runs.
+    """Takes the weight-gradient work of one layer.
 
     Attributes:
-        deferred: Whether work waits in `pending`. If not, `run` is called for it at once.
-        run: Runs work. The layer sets it, to time the work.
+        products: Those that the layer's F has noted.
+        deferred: Whether work waits in `pending`. If not, it runs at once.
         pending: Work that waits, and the tensors that it holds.
         taking: Whether the tape takes work now. The layer has it do so in its B alone. A backward
             that its F runs (`torch.autograd.grad`) gives gradients as autograd does.
         whole: Parameters that the layer also uses by itself, not through their module
-            (`used_leaves`). Their gradient comes from autograd, all of it in B. Otherwise the order
+            (`leaves_of`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
+        hooks: The hooks on saved tensors that the layer's caller has. The hooks of a checkpoint
+            within the layer are others.
         loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
             tensor without dimensions on the layer's device.
     """
 
-    __slots__ = ("deferred", "loss_share", "pending", "run", "taken", "taking", "whole")
+    __slots__ = (
+        "deferred",
+        "hooks",
+        "loss_share",
+        "pending",
+        "products",
+        "taken",
+        "taking",
+        "whole",
+    )
 
     def __init__(self) -> None:
+        self.products: list[Product] = []
         self.deferred, self.taking = False, True
+        self.hooks: Any = None
         self.loss_share = torch.ones(())
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
-        self.run: Callable[[WeightWork], None] = lambda work: work()
         self.whole: frozenset[Tensor] = frozenset()
         self.taken: set[Tensor] | None = None
 
@@ -135,12 +164,24 @@ class WeightTape:
         """Return an empty tape. A copy of a layer belongs to no pipeline."""
         return WeightTape()
 
+    def notes(self, weight: nn.Parameter) -> bool:
+        """Return whether a product with the weight is noted in F.
+
+        Not within a checkpoint: the note would keep what the checkpoint drops, and B runs F again.
+        Autograd computes the gradient of a weight with other strides by another product.
+        """
+        return (
+            not self.taking
+            and saved_tensors_hooks_in_force() == self.hooks
+            and weight.is_contiguous()
+        )
+
     def add(self, work: WeightWork, *holds: Tensor) -> None:
         """Run the work, or keep it for later together with the tensors that it holds."""
         if self.deferred:
             self.pending.append((work, holds))
         else:
-            self.run(work)
+            work()
 
     def takes(self, *parameters: Tensor | None) -> bool:
         """Return whether the tape takes the gradients of these parameters."""
@@ -152,6 +193,10 @@ class WeightTape:
     def take(self) -> list[tuple[WeightWork, tuple[Tensor, ...]]]:
         pending, self.pending = self.pending, []
         return pending
+
+    def take_products(self) -> list[Product]:
+        products, self.products = self.products, []
+        return products
 
 
 class Split(Protocol):
@@ -235,7 +280,164 @@ def split_linear(
         bias: [out].
         mask: Bools [out, in]. Where it is False, the weight gets no gradient. Not with a view.
     """
+    if view is None and mask is None and tape.notes(weight):
+        return note(tape, functional.linear(x, weight, bias), x, weight, bias)
     return cast(Tensor, _LinearFunction.apply(x, weight, bias, tape, view, mask))
+
+
+def note(
+    tape: WeightTape,
+    y: Tensor,
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    turned: bool = False,
+) -> Tensor:
+    """Note that torch has computed y from x, and return y.
+
+    torch's own product is one of rows. What it does besides (views, a bias that is added later)
+    stays with autograd, in B.
+    """
+    node: Any = y.grad_fn
+    name = node.name()
+    if x.dim() != 2:
+        for beside in ("AddBackward0", "UnsafeViewBackward0", "ViewBackward0"):
+            if name == beside:
+                node = node.next_functions[0][0]
+                name = node.name()
+    # `Products` may have seen the call of a linear, too.
+    if name in _PLACE_OF_X and not (tape.products and tape.products[-1].node is node):
+        added = bias if name == "AddmmBackward0" else None
+        tape.products.append(Product(weight, added, x, x._version, node, turned))
+    return y
+
+
+class Part(NamedTuple):
+    """One layer's part of a graph.
+
+    Attributes:
+        parameters: All that may be leaves of the graph.
+    """
+
+    tape: WeightTape
+    parameters: Sequence[nn.Parameter]
+    products: Sequence[Product]
+
+
+def run_split(
+    roots: tuple[GradientEdge, ...],
+    gradients: tuple[Tensor, ...],
+    inputs: Sequence[Tensor],
+    parts: Sequence[Part],
+) -> Sequence[Tensor | None]:
+    """Run B. The work of the products goes to their tapes.
+
+    Gradients of parameters that no product takes are added up.
+
+    Args:
+        roots: Where the gradients enter the graph.
+        inputs: Leaves whose gradients are returned.
+
+    Returns:
+        A gradient for each input. None where the graph does not reach it.
+    """
+    own, waiting = list[nn.Parameter](), list[tuple[WeightTape, Sequence[Product]]]()
+    for tape, parameters, products in parts:
+        kept, whole = products, tape.whole
+        if whole:
+            kept = [x for x in products if x.weight not in whole]
+        taken = {id(p) for x in kept for p in (x.weight, x.bias)} - set(map(id, whole))
+        own += [p for p in parameters if p.requires_grad and id(p) not in taken]
+        waiting.append((tape, kept))
+    edges = [GradientEdge(x.node, 0, None) for _, products in waiting for x in products]
+    if not (inputs or own or edges):
+        return []
+    found = run_backward(roots, gradients, (*inputs, *own, *edges))
+    count, end = len(inputs), len(found)
+    _add_all(own, found[count : count + len(own)])
+    for tape, products in reversed(waiting):
+        begin = end - len(products)
+        _wait(tape, products, found[begin:end])
+        end = begin
+    return found[:count]
+
+
+def _add_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients of autograd, as it does itself."""
+    sums, amounts = list[Tensor](), list[Tensor]()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is not None:
+            sums.append(parameter.grad)
+            amounts.append(gradient)
+        elif gradient.layout is torch.strided:
+            # It may share memory with another gradient.
+            parameter.grad = zero_gradient(parameter).copy_(gradient)
+        else:
+            parameter.grad = gradient.clone()
+    if sums:
+        add_each(sums, amounts)
+
+
+class _Uses(NamedTuple):
+    """The products of a microbatch with one weight, the last first, and gradients of biases."""
+
+    weight: nn.Parameter
+    products: list[tuple[Tensor, Tensor, bool]]
+    biases: list[tuple[nn.Parameter, list[Tensor]]]
+
+
+def _wait(
+    tape: WeightTape, products: Sequence[Product], gradients: Sequence[Tensor | None]
+) -> None:
+    """Leave the work of products on the tape."""
+    # By id: the hash of a tensor is slow.
+    uses, biases = dict[int, _Uses](), dict[int, list[Tensor]]()
+    for each, gy in zip(reversed(products), reversed(gradients), strict=True):
+        if gy is None:
+            continue
+        weight, bias, x, version, _, turned = each
+        if x._version != version:
+            raise RuntimeError(
+                "the input of a linear was written to in place before its gradient was computed"
+            )
+        use = uses.get(id(weight))
+        if use is None:
+            use = uses[id(weight)] = _Uses(weight, [], [])
+        # The graph of x would keep the layer's inputs until W has run.
+        use.products.append((x.detach(), gy, turned))
+        if bias is not None and bias.requires_grad and not (tape.whole and bias in tape.whole):
+            if id(bias) not in biases:
+                biases[id(bias)] = several = list[Tensor]()
+                use.biases.append((bias, several))
+            biases[id(bias)].append(gy)
+    for use in uses.values():
+        if tape.taken is not None:
+            tape.taken.update((use.weight, *(bias for bias, _ in use.biases)))
+        holds = [t for x, gy, _ in use.products for t in (x, gy)]
+        tape.add(partial(_add_uses, use), *holds)
+
+
+def _add_uses(use: _Uses) -> None:
+    """Add up gradients as autograd does: those of one microbatch first, the last use before."""
+    weight, total = use.weight, None
+    for x, gy, turned in use.products:
+        left, right = (as_rows(x), as_rows(gy)) if turned else (as_rows(gy), as_rows(x))
+        total = _sum(weight, total, torch.mm(left.t(), right))
+    assert total is not None
+    add_to_gradient(weight, total)
+    for bias, gradients in use.biases:
+        total = None
+        for gy in gradients:
+            total = _sum(bias, total, as_rows(gy).sum(0))
+        assert total is not None
+        add_to_gradient(bias, total)
+
+
+def _sum(parameter: nn.Parameter, total: Tensor | None, amount: Tensor) -> Tensor:
+    amount = amount.to(torch.float32) if parameter.dtype in LOW else amount
+    return amount if total is None else total.add_(amount)
 
 
 def accumulate_linear(
@@ -252,7 +454,7 @@ def accumulate_linear(
     if mask is not None:
         cast(Tensor, weight.grad).mul_(mask)
     if bias is not None and bias.requires_grad:
-        add_rows(bias, rows)
+        add_to_gradient(bias, rows.sum(0))
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
@@ -262,15 +464,20 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
     from other parameters (weight_norm, functional_call), torch.func transforms the call, or
     autocast chooses the precision of the product.
     """
-    if not autograd_may_split(device):
-        return False
     own = module._parameters
-    bias = own.get("bias")
-    if not isinstance(own.get("weight"), nn.Parameter) or not (
-        bias is None or isinstance(bias, nn.Parameter)
-    ):
-        return False
-    return "bias" in own or not isinstance(module, nn.Linear)
+    weight, bias = own.get("weight"), own.get("bias")
+    return (
+        _is_parameter(weight)
+        and weight.requires_grad
+        and (bias is None or _is_parameter(bias))
+        and ("bias" in own or not isinstance(module, nn.Linear))
+        and autograd_may_split(device)
+    )
+
+
+def _is_parameter(tensor: Tensor | None) -> TypeGuard[nn.Parameter]:
+    # torch's own instance check is slow.
+    return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
 
 
 def autograd_may_split(device: torch.device) -> bool:
@@ -288,16 +495,19 @@ class SplitLinear(nn.Linear):
     tape: WeightTape | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.split_forward(input, cast(nn.Parameter, self.weight))
+        own, tape = self._parameters, self.tape
+        if tape is not None and may_split(self, input.device):
+            weight, bias = cast(nn.Parameter, own["weight"]), own["bias"]
+            return split_linear(input, weight, bias, tape)
+        return functional.linear(input, self.weight, self.bias)
 
-    def split_forward(self, x: Tensor, weight: nn.Parameter, mask: Tensor | None = None) -> Tensor:
+    def masked_forward(self, x: Tensor, weight: nn.Parameter, mask: Tensor) -> Tensor:
         """Computes F. Where `mask` is False, the weight is 0 and gets no gradient."""
         bias = cast("nn.Parameter | None", self.bias)
-        if self.tape is not None and weight.requires_grad and may_split(self, x.device):
+        if self.tape is not None and may_split(self, x.device):
             return split_linear(x, weight, bias, self.tape, mask=mask)
         trains = weight.requires_grad and torch.is_grad_enabled()
-        masked = weight if mask is None or not trains else weight * mask
-        return functional.linear(x, masked, bias)
+        return functional.linear(x, weight * mask if trains else weight, bias)
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -340,24 +550,69 @@ def split_embedding(
     return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
 
 
-def used_leaves(outputs: Iterable[Tensor]) -> tuple[set[Tensor], set[Tensor]]:
-    """Find the leaves of a layer's graph: those in modules that split, and those outside."""
-    by_module, by_itself = set[Tensor](), set[Tensor]()
-    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    seen = set(nodes)
+class Leaves(NamedTuple):
+    """The leaves of a layer's graph.
+
+    Attributes:
+        all: Those that require a gradient.
+        whole: Those used in several ways (`WeightTape.whole`).
+        reentrant: Whether torch's old checkpoint is in the graph. It admits no `run_split`.
+    """
+
+    all: set[Tensor]
+    whole: frozenset[Tensor]
+    reentrant: bool
+
+
+def leaves_of(
+    outputs: Iterable[Tensor], products: Sequence[Product], inputs: Iterable[Tensor] = ()
+) -> Leaves:
+    """Look at the graph between a layer's inputs and outputs, and at products that F has noted."""
+    noted, on_tape, by_itself = set[Tensor](), set[Tensor](), set[Tensor]()
+    places, reentrant = dict[Any, int](), False
+    for each in products:
+        places[each.node] = _PLACE_OF_X[each.node.name()]
+        noted.update(p for p in (each.weight, each.bias) if p is not None and p.requires_grad)
+    outputs = list(outputs)
+    # A layer may hand on its weight.
+    by_itself.update(y for y in outputs if y.requires_grad and y.grad_fn is None)
+    seen = {x.grad_fn for x in inputs}
+    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None and y.grad_fn not in seen]
+    seen.update(nodes)
     while nodes:
         node = nodes.pop()
+        reentrant = reentrant or node.name() == "CheckpointFunctionBackward"
         # The function of a module that splits has its tape as an attribute. Its first input is no
         # weight.
-        on_tape = getattr(node, "tape", None) is not None
+        has_tape, place_of_x = getattr(node, "tape", None) is not None, places.get(node)
         for place, (below, _) in enumerate(node.next_functions):
+            if place_of_x not in (None, place):
+                continue
             variable = getattr(below, "variable", None)
             if variable is not None:
-                (by_module if on_tape and place else by_itself).add(variable)
+                (on_tape if has_tape and place else by_itself).add(variable)
             elif below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    return by_module, by_itself
+    whole = (noted & on_tape) | (noted & by_itself) | (on_tape & by_itself)
+    whole |= {x.bias for x in products if x.bias is not None and x.weight in whole}
+    return Leaves(noted | on_tape | by_itself, frozenset(whole), reentrant)
+
+
+def reaches(outputs: Iterable[Tensor], node: Any) -> bool:
+    """Return whether the graph behind the outputs leads to the node."""
+    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        each = nodes.pop()
+        if each is node:
+            return True
+        # A residual stream is the first input of a sum.
+        for below, _ in reversed(each.next_functions):
+            if below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return False
 
 
 def accumulate_embedding(

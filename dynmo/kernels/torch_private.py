@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def add_each(sums: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
+    """Add an amount to each sum in place, in one kernel if the device has one."""
+    torch._foreach_add_(list(sums), list(amounts))
+
+
 def reshape_unsafe(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Give another shape to a tensor that has no other user."""
     return torch.ops.aten._unsafe_view.default(x, shape)
@@ -68,23 +74,30 @@ def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
 GROUPED_MM: Any = torch._grouped_mm
 
 
-def run_backward(roots: Any, gradients: Any) -> None:
-    """Run the backward, and accumulate into leaves.
+def run_backward(
+    roots: tuple[Any, ...], gradients: tuple[Any, ...], inputs: tuple[Any, ...] = ()
+) -> tuple[Tensor | None, ...]:
+    """Run the backward. It returns the gradients of the inputs, or adds up those of all leaves.
 
-    Roots are tensors, or edges of the graph (node, index of the node's output).
+    Roots and inputs are tensors, or edges of the graph (node, index of the node's output).
     """
-    torch.autograd.Variable._execution_engine.run_backward(
-        roots, gradients, False, False, (), True, True
-    )
+    engine = torch.autograd.Variable._execution_engine
+    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+    return engine.run_backward(roots, gradients, False, False, inputs, True, not inputs)
 
 
-def in_functorch() -> bool:
-    return torch._C._are_functorch_transforms_active()
+# These run for each linear or layer, so no function of Python is between.
 
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+"""Returns how many nodes of graphs this thread has made so far."""
 
-def saved_tensors_hooks_in_force() -> Any:
-    """Return the innermost hooks on tensors that autograd saves. None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+saved_tensors_hooks_in_force: Callable[[], Any] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
+    True,
+)
+"""Returns the innermost hooks on tensors that autograd saves. None if there are none."""
 
 
 @contextmanager

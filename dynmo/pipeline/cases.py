@@ -24,7 +24,7 @@ from dynmo.pipeline.case import (
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
-from dynmo.runtime.layer.split_backward import Tensors
+from dynmo.runtime.layer.span import Tensors
 
 
 class Cases:

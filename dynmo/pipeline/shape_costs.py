@@ -33,9 +33,10 @@ from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import Cutter, token_pieces_of
 from dynmo.runtime.layer.precision import PRECISIONS, lower
-from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.layer.span import Tensors
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, fused_class
 from dynmo.runtime.state.spread_groups import spread_linears, spreading
 from dynmo.schedule.bounds import Objective
@@ -235,9 +236,9 @@ def _shape_costs(
         costs.append(
             replace(
                 cost,
-                activation_bytes=layer.activation_bytes,
-                stash_bytes=layer.stash_bytes,
-                output_bytes=layer.output_bytes,
+                activation_bytes=layer.meter.activation_bytes,
+                stash_bytes=layer.meter.stash_bytes,
+                output_bytes=layer.meter.output_bytes,
                 workspace_bytes=max(added),
                 forward_workspace_bytes=added.forward,
                 weight_workspace_bytes=weight,

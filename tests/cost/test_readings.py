@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.cost.readings import WINDOW, Readings, Times
+from dynmo.cost.readings import WINDOW, Readings, Times, scale_to
 
 
 def layer(*steps: tuple[list[float], list[float], list[float]]) -> Readings:
@@ -80,3 +80,20 @@ def test_alike_readings_may_be_added_at_once(count: int) -> None:
         at_once.add_alike(each, count > 1)
         one_by_one.add(*([seconds] * count for seconds in each))
         assert (at_once.seconds, at_once.halves) == (one_by_one.seconds, one_by_one.halves)
+
+
+def test_readings_are_scaled_to_the_whole() -> None:
+    one, two = Readings(), Readings()
+    for times in (1.0, 3.0):
+        one.add([times], [0.0], [2.0])
+        two.add([times], [4.0], [0.0])
+    scale_to([one, two], Times(8.0, 2.0, 1.0))
+    assert (one.seconds, two.seconds) == (Times(4.0, 0.0, 1.0), Times(4.0, 2.0, 0.0))
+    assert one.halves == (Times(2.0, 0.0, 1.0), Times(6.0, 0.0, 1.0))
+    scale_to([one, two], Times(4.0, 0.0, 2.0))
+    assert (one.seconds, two.seconds) == (Times(2.0, 0.0, 2.0), Times(2.0, 4.0, 0.0))
+    one.condense()
+    assert one.seconds == Times(2.0, 0.0, 2.0), "what is known counts as one step"
+    one.add([6.0], [0.0], [2.0])
+    assert one.seconds == Times(4.0, 0.0, 2.0)
+    assert one.halves == (Times(2.0, 0.0, 2.0), Times(6.0, 0.0, 2.0))

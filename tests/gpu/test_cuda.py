@@ -15,7 +15,7 @@ from dynmo.errors import WaitTimeout
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
 from tests.gpu.one_rank import trained
 

@@ -11,7 +11,7 @@ from dynmo.kernels.split import SplitLinear
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 
 
 @pytest.mark.matrix
@@ -31,9 +31,9 @@ def test_compiled_layer_equals_the_eager_layer() -> None:
     assert len(results[0]) == 5
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
-    assert layers[0].activation_bytes > 0
+    assert layers[0].meter.activation_bytes > 0
     # Compiled, less is kept: what lies between the linears is computed again.
-    assert 0 < layers[1].activation_bytes <= layers[0].activation_bytes
+    assert 0 < layers[1].meter.activation_bytes <= layers[0].meter.activation_bytes
     assert isinstance(sides[1].down, SplitLinear)
 
 

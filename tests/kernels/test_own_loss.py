@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dynmo.kernels.own_loss import add_loss
 from dynmo.kernels.split import WeightTape
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.stage import Stage
 
 FACTOR = 0.3  # weight of the layer's own loss

@@ -9,11 +9,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.prune import l1_unstructured
 
 from dynmo.kernels.deferral import install
-from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape
+from dynmo.kernels.split import Part, SplitEmbedding, SplitLinear, WeightTape, leaves_of, run_split
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 2, 3, 5)]
 
@@ -35,6 +36,15 @@ def run(tape: WeightTape) -> int:
     for each, _ in work:
         each()
     return len(work)
+
+
+def run_b(tape: WeightTape, module: nn.Module, loss: Tensor, x: Tensor) -> Tensor | None:
+    """Runs B. Returns the input's gradient."""
+    products = tape.take_products()
+    tape.whole = leaves_of([loss], products).whole
+    part = Part(tape, list(module.parameters()), products)
+    inputs = [x] if x.requires_grad else []
+    return (*run_split((get_gradient_edge(loss),), (torch.ones(()),), inputs, [part]), None)[0]
 
 
 def gradients(module: nn.Module) -> list[Tensor]:

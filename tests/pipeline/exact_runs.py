@@ -10,6 +10,7 @@ from unittest import mock
 
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
+from dynmo.cost.readings import WINDOW
 from dynmo.errors import NoRoomError, RunError
 from dynmo.events import Event, to_json
 from dynmo.pipeline import loop
@@ -142,6 +143,7 @@ class Told(Dynamism):
         return Change(tuple(range(layers.count)), "other work") if step == self._step else None
 
 
+@mock.patch("dynmo.runtime.engine.profiler.APART", WINDOW)
 def slowed(
     world: World, config: dict[str, Any], first: int, last: int, told: bool
 ) -> list[dict[str, Any]]:

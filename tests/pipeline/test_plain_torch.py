@@ -171,20 +171,12 @@ WIDTHS, TOKENS = (8, 32, 64, 96, 128, 256), (8, 32, 128, 256)
 EVERYDAY = [(8, 8), (64, 128), (128, 32)]
 EVERYDAY_LAYERS = ["mlp", "lstm", "shared", "transformer_dropout", "tokens", "own_experts"]
 ROUTINGS = ["aux-loss", "sinkhorn", "auction", "bias"]
-USED_TWICE = ["shared", "own_twice"]
-NOT_YET = (
-    "a wide product of 200 rows or more is added to the gradient within the product "
-    "(split.add_product)"
-)
 
 
 def sizes() -> Iterator[Any]:
     """Widths, and tokens of a row. The kernel of a product depends on both."""
     for size in product(WIDTHS, TOKENS):
-        width, tokens = size
         marks = [] if size in EVERYDAY else [pytest.mark.matrix]
-        if width > 64 and ROWS * tokens >= 200:
-            marks.append(pytest.mark.xfail(reason=NOT_YET, strict=False))
         yield pytest.param(*size, marks=marks)
 
 
@@ -227,19 +219,9 @@ def test_families_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("name", mostly_matrix(LAYERS, everyday=EVERYDAY_LAYERS))
 def test_layers_of_all_kinds(name: str) -> None:
     """Those of the random tests. What draws has the seeds of dynmo."""
-    batches, reasons = make_batches(6, VOCAB), set[str]()
-    layers = seed_like_dynmo(make_odd(name))
-    watch(layers, reasons)
-    wanted = plain(layers, next_token_loss, SGD, batches)
-    found = different(trained(as_model(make_odd(name)), SGD, batches), wanted)
-    assert not found or (name in USED_TWICE and reasons == {TWICE})
-
-
-@pytest.mark.parametrize("name", USED_TWICE)
-def test_one_microbatch_sums_the_uses_of_a_weight_like_torch(name: str) -> None:
     batches = make_batches(6, VOCAB)
-    wanted = plain(make_odd(name), next_token_loss, SGD, batches, parts=1)
-    assert not different(trained(as_model(make_odd(name)), SGD, batches, parts=1), wanted)
+    wanted = plain(seed_like_dynmo(make_odd(name)), next_token_loss, SGD, batches)
+    assert not different(trained(as_model(make_odd(name)), SGD, batches), wanted)
 
 
 def make_odd(name: str) -> nn.Sequential:
@@ -307,8 +289,8 @@ class Watched(Plain):
         watch(self.layers, self.reasons)
 
 
+TWICE = "each use of a part of a parameter within a layer adds to its gradient"
 STRIDED = "tensors between layers, weights and buffers are contiguous in a pipeline"
-TWICE = "each use of a weight within a layer adds to its gradient"
 
 
 def watch(layers: Iterable[nn.Module], reasons: set[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 
 
 class Net(nn.Module):

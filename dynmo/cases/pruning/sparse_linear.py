@@ -153,7 +153,7 @@ class MaskedLinear(PackedWeight, SplitLinear):
         return values
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.split_forward(input, self.values("weight"), self.kept_mask)
+        return self.masked_forward(input, self.values("weight"), self.kept_mask)
 
 
 # -- pruning ---------------------------------------------------------------------------------------

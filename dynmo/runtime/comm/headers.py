@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _BY_CODE = tuple(DTYPES.values())
+_PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 # NCCL does not know these dtypes. Their tensors travel as bytes.
 _UNKNOWN_TO_NCCL = frozenset(
     {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
@@ -93,6 +94,18 @@ def bytes_of(spec: Spec) -> int:
 
 def room_for(spec: Spec, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in spec)
+
+
+def is_plain(out: object) -> TypeGuard[Tensor]:
+    """Returns whether this is a tensor that can travel as it is. A quick answer for most."""
+    return (
+        type(out) is Tensor
+        and out.dtype in _PLAIN
+        and out.layout is torch.strided
+        and not out.is_nested
+        and out.is_contiguous()
+        and out.dim() <= MOST_DIMENSIONS
+    )
 
 
 def obstacle(tensor: Tensor) -> str | None:

@@ -1,5 +1,12 @@
 """Measured costs of every layer: seconds of F, B and W, condensed once a step.
 
+Layers are timed one by one in the first steps after a change. Their graphs are then apart. In all
+other steps only stages are timed, and the layers' times are scaled so that they sum to the stage's:
+
+    step       0 1 2 3 4 | 5 6 7 8 ...        k | k+1 ... k+5 | ...
+    timed      layers    | stages             ^ | layers      | stages
+                                     a stage takes another time than is known
+
 Readings are robust to noise. The clock leaves out time that other processes took (`clock.py`).
 Medians leave out single readings (`cost/readings.py`).
 """
@@ -8,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from statistics import median
 from typing import Any
@@ -18,7 +25,7 @@ import torch
 from torch import nn
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost, most_pending_gradients
-from dynmo.cost.readings import WINDOW, Readings, Times
+from dynmo.cost.readings import WINDOW, Readings, Times, scale_to
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.clock import Clock
@@ -26,7 +33,7 @@ from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.schedule.op import Kind
 
@@ -40,23 +47,116 @@ OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
 """Mark of a layer's op: kind, start, end, and the parts of W inside a BW (`Layer.marks`)."""
 
 
+APART = WINDOW
+"""Steps in which layers are timed after a change."""
+DRIFT, JUMP = 0.03, 0.15
+"""A stage takes another time if three steps differ so far from what is known, or one step does."""
+_STEPS = 3
+
+
+class _StageTimes:
+    """What a stage has taken since its layers were last timed."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._newest: deque[float] = deque(maxlen=_STEPS)
+
+    def differs(self, total: float, noise: float) -> bool:
+        """Adds a step's total. Returns whether the stage takes another time than is known.
+
+        Args:
+            noise: The share by which the total may be off.
+        """
+        self._newest.append(total)
+        if len(self._first) < _STEPS:
+            self._first.append(total)
+        known = median(self._first)
+        drift = median(self._newest) - known if len(self._newest) == _STEPS else 0.0
+        is_far = abs(drift) > max(DRIFT, noise) * known
+        return is_far or abs(total - known) > max(JUMP, noise) * known
+
+
+def _noise(ops: Iterable[Sequence[float]]) -> float:
+    """Returns three standard errors of the sum of the ops' medians, as a share of it."""
+    total = errors = 0.0
+    for seconds in ops:
+        middle = median(seconds)
+        total += middle
+        spread = median(abs(each - middle) for each in seconds)
+        # A normal distribution has its quartiles at 0.67 deviations, and a median the 1.25-fold
+        # error of a mean.
+        errors += 1.25 * spread / 0.67 / math.sqrt(len(seconds))
+    return 3 * errors / total if total else 0.0
+
+
 class Profiler:
+    """Times layers and stages.
+
+    Attributes:
+        spent: Seconds of observing.
+    """
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._readings: dict[int, Readings] = {}
+        # Steps in which layers are still to be timed, and the stages' times otherwise.
+        self._left = APART
+        self._stages: dict[int, _StageTimes] = {}
         self._preempted: deque[float] = deque(maxlen=WINDOW)
-        self.spent = 0.0  # seconds of observing
+        self.spent = 0.0
 
     def forget(self, layers: Iterable[int]) -> None:
         for index in layers:
             self._readings.pop(index, None)
+        self._time_layers()
+
+    def _time_layers(self) -> None:
+        self._left = APART
+        self._stages.clear()
+        for readings in self._readings.values():
+            readings.condense()
+
+    def begin(self, layers: Iterable[Layer]) -> None:
+        """Begins a step. Says whether its layers are timed one by one."""
+        layers = list(layers)
+        is_timed = self._left > 0 or any(layer.index not in self._readings for layer in layers)
+        for layer in layers:
+            layer.is_timed = is_timed
 
     def observe(self, layers: Iterable[Layer]) -> None:
         """Takes the marks of one finished step. The clock must be settled."""
         start = time.perf_counter()
-        for layer in layers:
+        timed = [layer for layer in layers if layer.marks]
+        for layer in timed:
             self._readings.setdefault(layer.index, Readings()).add(*self._read(layer.marks))
             layer.marks.clear()
+        self._left -= bool(timed)
+        self.spent += time.perf_counter() - start
+
+    def observe_stages(
+        self, stages: Mapping[int, Sequence[Layer]], intervals: Iterable[Interval]
+    ) -> None:
+        """Takes the times of stages in a step in which no layer was timed."""
+        if any(layer.is_timed for layers in stages.values() for layer in layers):
+            return
+        start = time.perf_counter()
+        ops = defaultdict[tuple[int, str], list[float]](list)
+        for s in intervals:
+            seconds = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
+            if seconds is not None:
+                ops[s.stage, s.kind].append(seconds)
+        for stage, layers in stages.items():
+            f, b, w, bw = (median(ops.get((stage, kind), (0.0,))) for kind in Kind)
+            readings = [self._readings[layer.index] for layer in layers]
+            if w == 0.0:
+                known = [each.unscaled for each in readings]
+                share = sum(x.w for x in known) / (sum(x.b + x.w for x in known) or 1.0)
+                b, w = (1 - share) * (b or bw), share * (b or bw)
+            scale_to(readings, Times(f, b, w))
+            noise = _noise(each for (own, _), each in ops.items() if own == stage)
+            if self._stages.setdefault(stage, _StageTimes()).differs(f + b + w, noise):
+                self._time_layers()
+                break
         self.spent += time.perf_counter() - start
 
     def observe_ops(self, intervals: Iterable[Interval]) -> None:
@@ -115,9 +215,9 @@ class Profiler:
                 weight_bytes=weight_bytes(layer.module),
                 gradient_bytes=gradients,
                 optimizer_bytes=optimizer.state_bytes,
-                activation_bytes=layer.activation_bytes,
-                stash_bytes=layer.stash_bytes,
-                output_bytes=layer.output_bytes,
+                activation_bytes=layer.meter.activation_bytes,
+                stash_bytes=layer.meter.stash_bytes,
+                output_bytes=layer.meter.output_bytes,
                 rollback_bytes=copies * optimizer.rollback_bytes,
                 pending_gradient_bytes=pending * gradients,
             )

@@ -94,6 +94,7 @@ class Programs:
         executor.scale_loss(scale)
         hashes = hashes_to_compare(store.world, inputs, targets)
         self._look_at_layers(between_steps=is_validated is None)
+        self._profiler.begin(store.layers.values())
         with self._running():
             step_output = executor.run(step, inputs, targets, is_validated=is_validated)
         step_output.hashes, step_output.counts = hashes, counts
@@ -101,6 +102,8 @@ class Programs:
             step_output.router_losses += [x for _, x in sorted(stage.router_losses.items())]
         store.replicas.finish("the gradients of the step")
         self._clock.settle()
+        stages = {s: stage.layers for s, stage in executor.stages.items()}
+        self._profiler.observe_stages(stages, step_output.intervals)
         if store.world.device.type == "cpu":  # no other process has a part of a GPU's time
             self._profiler.observe_ops(step_output.intervals)
         return step_output
@@ -196,7 +199,7 @@ class Programs:
                 ) from error
         for (index, layer), copies in zip(layers, before, strict=True):
             written = layer.buffers.written(copies)
-            name = layer.buffers.first_of(written, persistent=True) or layer.counts_in
+            name = layer.buffers.first_of(written, persistent=True) or layer.writes.counts_in
             if name is not None:
                 raise ConfigError(
                     f"layer {index} ({type(layer.module).__name__}): its forward writes to its "

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from dynmo.runtime.layer.split_backward import Tensors
+from dynmo.runtime.layer.span import Tensors
 from dynmo.schedule.lowering import Direction
 
 Key = tuple[Direction, int, int]

@@ -103,6 +103,10 @@ class AccumulationGroups:
         """Whether W must be apart from B, to see which gives a parameter its gradient."""
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
+    def ends_at(self, microbatch: int) -> bool:
+        """Returns whether somebody waits for the layer's gradients after this microbatch."""
+        return microbatch == self._last and self._done is not None
+
     def after_input(self, microbatch: int) -> None:
         """Notes that B is done. W is not yet done (unless nothing is `watching`)."""
         if self._count > 1:
@@ -117,7 +121,7 @@ class AccumulationGroups:
                 for parameter, tree in self._trees.items():
                     parameter.grad = tree.total(self._count)
                 self._trees.clear()
-        if microbatch == self._last and self._done is not None:
+        if self._done is not None and microbatch == self._last:
             self._done()
 
     def _decide(self, into: list[nn.Parameter]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dynmo.kernels.seeds import generator_of
-from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.span import Tensors
 from dynmo.schedule.op import Kind
 
 
@@ -32,7 +33,7 @@ class FrozenPrefix:
         self._layers, self._step, self._start = layers, step, layers[0].clock.mark()
         self.layers = tuple(layer.index for layer in layers)
         self.microbatch, self.inputs, self.training = microbatch, inputs, training
-        known = (place for place, layer in enumerate(layers) if not layer.output_bytes)
+        known = (place for place, layer in enumerate(layers) if not layer.meter.output_bytes)
         self.measured, self.skipped = next(known, len(layers)), 0
         self.drew: str | None = None
         self.wrote: tuple[str, str] | None = None
@@ -46,6 +47,8 @@ class FrozenPrefix:
         """
         # The profiler sees that these layers take no time, but for the last: until now.
         for place, layer in enumerate(self._layers[:skip], 1):
+            if not layer.is_timed:
+                continue
             end = layer.clock.mark() if place == skip else self._start
             layer.marks.append((Kind.F, self._start, end, []))
         self.skipped = skip

@@ -13,8 +13,9 @@ from torch import Tensor
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.split import LOW
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import Cutter, TokenPieces
-from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.layer.span import Span, Tensors
 
 
 class Stage:
@@ -106,12 +107,14 @@ class Stage:
             frozen, layers = layers[: self._frozen], layers[self._frozen :]
             prefix = FrozenPrefix(frozen, microbatch, tensors, step, training)
             tensors = self._run_frozen(prefix)
+        span: Span[Layer] | None = None
         for layer in layers:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, microbatch, targets) if ends else None
             pieces = self._cutter(microbatch, targets) if ends else None
             graph = training and layer.index >= self._first_trainable
-            tensors = layer.forward(
+            tensors, span = layer.join(
+                span if self.look is None else None,
                 microbatch,
                 tensors,
                 step,
@@ -186,6 +189,8 @@ class Stage:
         if gradients is None:
             gradients = (self._share if self._shares is None else self._shares[microbatch],)
         for layer in reversed(self._trained):
+            if not layer.begins(microbatch):
+                continue
             gradients = layer.backward_input(microbatch, gradients, deferred)
             if self.look is not None:
                 weights = [] if deferred else _gradients(layer)

@@ -35,12 +35,12 @@ from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.census import follow_hooks, hooks_of
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.plain_state import set_scalars
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.reads import kept_aside, others_of
-from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.replicas import Replicas

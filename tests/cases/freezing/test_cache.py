@@ -25,7 +25,7 @@ from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.cases import Cases
 from dynmo.runtime.engine.options import UpdateOptions
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
 from tests.runtime.alone import MICROBATCHES, around, pipeline, tokens
 from tests.runtime.modules import Net, draw, layer_of
@@ -194,7 +194,7 @@ def test_newly_received_layer_runs_once() -> None:
     for _ in range(2):
         assert torch.equal(run(cache, counted, 1), expected)
     assert calls(counted) == [2, 2, 2]
-    assert counted[0].output_bytes == SIZE
+    assert counted[0].meter.output_bytes == SIZE
 
 
 def test_cached_output_cannot_be_overwritten() -> None:

@@ -19,7 +19,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import Schedule
@@ -97,7 +97,7 @@ def execute(
     return {
         "losses": losses if order.stage_ranks[-1] == world.rank else None,
         "gradients": gradients,
-        "left": sum(len(layer._saved) + len(layer._weight_work) for layer in own),
+        "left": sum(len(layer._spans) + len(layer._weight_work) for layer in own),
     }
 
 

@@ -300,6 +300,14 @@ def test_results_arrive_one_step_late() -> None:
     assert late.digest() == early.digest()
 
 
+def test_layers_are_measured() -> None:
+    pipeline = own_pipeline(post_validation=True)
+    trained(pipeline, 3, 1.0)
+    assert not any(layer.marks for layer in pipeline.store.layers.values())
+    for index in range(pipeline.model.layers):
+        assert all(pipeline.profiler.seconds(index))
+
+
 def test_non_finite_loss_raises_one_step_late() -> None:
     """The failed step and the step that has begun update no weight."""
     one, twin = own_pipeline(post_validation=True), own_pipeline()

@@ -16,11 +16,12 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import HostClock, Mark
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine import profiler as profiler_module
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import Interval
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.profiler import Profiler, measure_links, weight_bytes
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
 from tests.pool import Pool
 from tests.runtime.alone import alone, emulated, ids
@@ -161,6 +162,85 @@ def test_costs_by_half_of_the_readings() -> None:
         assert bool(halves) == (f > 1.0)
     assert [half[3] for half in halves] == [replace(last, f=2.0), replace(last, f=18.0)]
     assert profiler.gather_halves(alone(), [2, 3], costs) == (), "nothing is known of layer 2"
+
+
+def ops(*seconds: tuple[str, float]) -> list[Interval]:
+    return [Interval(kind, 0, 0, 0.0, each) for kind, each in seconds]
+
+
+def timed(profiler: Profiler, clock: Tape, f: float, b: float, w: float) -> None:
+    """A step in which layer 3 was timed."""
+    layer = marked(clock, (Kind.F, 0.0, f), (Kind.B, 0.0, b), (Kind.W, 0.0, w))
+    profiler.observe([layer])
+
+
+@pytest.mark.parametrize(
+    ("whole", "seconds"),
+    [
+        pytest.param([("F", 2.0), ("B", 1.0), ("W", 9.0)], (2.0, 1.0, 9.0), id="all kinds"),
+        pytest.param([("F", 1.0), ("BW", 10.0)], (1.0, 4.0, 6.0), id="B and W together"),
+        pytest.param([("F", 1.5)], (1.5, 2.0, 3.0), id="F alone"),
+    ],
+)
+def test_layers_times_are_scaled_to_their_stages(
+    whole: list[tuple[str, float]], seconds: tuple[float, ...]
+) -> None:
+    clock = Tape()
+    profiler, layer = Profiler(clock), marked(clock)
+    for _ in range(profiler_module.APART):
+        profiler.begin([layer])
+        assert layer.is_timed
+        timed(profiler, clock, 1.0, 2.0, 3.0)
+    profiler.begin([layer])
+    assert not layer.is_timed
+    for _ in range(2):  # scales do not add up
+        profiler.observe_stages({0: [layer]}, ops(*whole, ("wait", 50.0)))
+        profiler.observe([layer])
+        assert profiler.seconds(3) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("totals", "noticed"),
+    [
+        pytest.param([1.0] * 9, None, id="as before"),
+        pytest.param([1.0, 1.02, 0.98, 1.02, 1.02, 1.02, 1.02], None, id="nearly"),
+        pytest.param([1.0] * 4 + [1.3], 4, id="at once"),
+        pytest.param([1.0] * 4 + [1.05] * 3, 5, id="a little, in two of three steps"),
+        pytest.param([1.0] * 4 + [1.1, 1.0, 1.0, 1.0], None, id="one step of three"),
+    ],
+)
+def test_layers_are_timed_again_if_their_stage_takes_another_time(
+    totals: list[float], noticed: int | None
+) -> None:
+    clock = Tape()
+    profiler, layer = Profiler(clock), marked(clock)
+    for _ in range(profiler_module.APART):
+        timed(profiler, clock, 0.5, 0.25, 0.25)
+    found = None
+    for at, total in enumerate(totals):
+        profiler.begin([layer])
+        if layer.is_timed:
+            break
+        profiler.observe_stages({0: [layer]}, ops(("F", total / 2), ("BW", total / 2)))
+        profiler.begin([layer])
+        found = at if layer.is_timed else None
+    assert found == noticed
+    if noticed is None:
+        profiler.forget([7])
+        profiler.begin([layer])
+        assert layer.is_timed, "after any change"
+
+
+def test_stage_that_scatters_is_not_timed_again() -> None:
+    clock = Tape()
+    profiler, layer = Profiler(clock), marked(clock)
+    for _ in range(profiler_module.APART):
+        timed(profiler, clock, 0.5, 0.25, 0.25)
+    for step in range(12):
+        scattered = [("F", 1 + 0.4 * ((step + j) % 3)) for j in range(4)]
+        profiler.begin([layer])
+        assert not layer.is_timed
+        profiler.observe_stages({0: [layer]}, ops(*scattered))
 
 
 def test_preempted_share_is_measured() -> None:

@@ -13,7 +13,7 @@ from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
-from dynmo.runtime.layer.split_backward import Tensors
+from dynmo.runtime.layer.span import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.lowering import Direction, fold, lower

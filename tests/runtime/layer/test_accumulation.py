@@ -16,7 +16,7 @@ from dynmo.cost.layer_cost import most_pending_gradients
 from dynmo.plan.partition import accumulation_problem
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
 from tests.runtime.modules import assert_same, draw, gradients_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
-from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
 from tests.runtime.modules import Net, draw, layer_of
 

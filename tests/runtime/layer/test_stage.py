@@ -38,7 +38,9 @@ def test_frozen_prefix_of_a_stage_runs_forward_only(first_trainable: int) -> Non
     elided = [layer.index < first_trainable for layer in whole.layers]
     kinds = [[mark[0] for mark in layer.marks] for layer in whole.layers]
     assert kinds == [[Kind.F] if gone else [Kind.F, Kind.B, Kind.W] for gone in elided]
-    assert [layer.activation_bytes > 0 for layer in whole.layers] == [not gone for gone in elided]
+    assert [layer.meter.activation_bytes > 0 for layer in whole.layers] == [
+        not gone for gone in elided
+    ]
     assert [p.grad is not None for m in modules for p in m.parameters()] == [
         not gone for gone in elided for _ in range(2)
     ]
@@ -71,7 +73,7 @@ def test_loss_without_training_keeps_no_activations_and_is_a_scalar() -> None:
     whole, _ = stage(0, loss=True)
     (loss,) = whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
     assert not loss.requires_grad
-    assert not any(layer._saved for layer in whole.layers)
+    assert not any(layer._spans for layer in whole.layers)
     whole = Stage(stage(0)[0].layers, 0, lambda out, aim: out - aim)
     with pytest.raises(RunError, match=r"loss function .*\(3, 6\)"):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)

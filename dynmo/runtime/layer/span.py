@@ -1,0 +1,156 @@
+"""Consecutive layers whose F's of one microbatch share an autograd graph.
+
+    layers      0     1     2     3     4          a cut, because layer 2 is recomputed
+    graphs     [0     1]   [2]   [3     4]
+    B          one call   one   one call
+
+Bits do not depend on cuts. A graph ends at the inputs of its first layer, which are detached.
+
+An input that the next layer does not differentiate has no gradient, which is not a gradient of
+zeros: torch's optimizers skip a parameter without one. A boolean tensor behind the gradients of a
+span's inputs then says which of them are there. The others are zeros, so that all messages of a
+boundary have one shape. The first microbatch of a step decides whether the boolean tensor follows.
+Without it, a gradient that is missing later counts as zeros: the parameters behind it have one.
+A layer whose outputs do not depend on its input therefore begins a span of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dynmo.kernels.split import Part, Product, WeightTape, run_split
+from dynmo.kernels.torch_private import FunctionBase, run_backward
+from dynmo.runtime.layer.buffers import Copies
+
+Tensors = tuple[Tensor, ...]
+Roots = tuple[GradientEdge | None, ...]
+"""Begin of a graph for each output that gets a gradient. None for one without a graph."""
+
+
+class InPieces(NamedTuple):
+    """Runs the last layer and its loss forward and backward, given the gradient of the loss."""
+
+    run: Callable[[Tensor], None]
+
+
+class Taped(Protocol):
+    """What a graph needs of its layers."""
+
+    tape: WeightTape
+    parameters: list[nn.Parameter]
+    is_reentrant: bool
+
+
+L = TypeVar("L", bound=Taped)
+
+
+@dataclass
+class Span(Generic[L]):
+    """State that a microbatch keeps from F to B.
+
+    Attributes:
+        inputs: The leaves of the graph that get a gradient. All inputs, if B runs F again.
+        measured: All inputs, if their layer measures what this microbatch keeps.
+        graph: Begin of the graph, or a function that builds it again, or that runs it in pieces.
+        differentiable: Whether each output gets a gradient.
+        buffers: Values that F found in the buffers that it wrote to.
+        layers: They share the graph, and each has noted products.
+    """
+
+    inputs: Tensors
+    measured: Tensors | None
+    graph: Roots | Callable[[], Tensors] | InPieces
+    differentiable: tuple[bool, ...]
+    buffers: Copies
+    layers: list[L]
+    products: list[Sequence[Product]]
+
+    def build_again(self) -> None:
+        """Precedes `run`: F of a recomputed layer."""
+        if callable(self.graph) and not isinstance(self.graph, InPieces):
+            self.graph = roots_of(self.graph(), self.differentiable)
+            self.products = [self.layers[0].tape.take_products()]
+
+    def run(self, gradients: Tensors, apart: bool) -> Sequence[Tensor | None]:
+        """Runs the backward, and returns the gradients of the inputs.
+
+        Args:
+            apart: Whether the weights' gradients wait on the tapes.
+        """
+        graph = self.graph
+        if isinstance(graph, InPieces):
+            graph.run(gradients[0])
+            return [x.grad for x in self.inputs if x.requires_grad]
+        assert not callable(graph), "it is built again before"
+        return run_graph(
+            graph,
+            _present(gradients),
+            [x for x in self.inputs if x.requires_grad],
+            [
+                Part(layer.tape, layer.parameters, products)
+                for layer, products in zip(self.layers, self.products, strict=True)
+            ],
+            apart and not any(layer.is_reentrant for layer in self.layers),
+        )
+
+
+def run_graph(
+    roots: Roots,
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    parts: Sequence[Part],
+    apart: bool,
+) -> Sequence[Tensor | None]:
+    """torch.autograd.backward without its checks, as slow as a small graph."""
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if root is not None and gradient is not None
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    edges, given = zip(*pairs, strict=True)
+    if apart:
+        return run_split(edges, given, inputs, parts)
+    run_backward(edges, given)
+    return [x.grad for x in inputs]
+
+
+def roots_of(outputs: Tensors, differentiable: Sequence[bool]) -> Roots:
+    return tuple(
+        [
+            _edge(y) if y.requires_grad else None
+            for y, counts in zip(outputs, differentiable, strict=True)
+            if counts
+        ]
+    )
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """get_gradient_edge without its checks, which are slow behind ops that use caches."""
+    node = output.grad_fn
+    if node is None:
+        return get_gradient_edge(output)  # an input, handed on
+    # A node written in Python does not live by the object at hand. A C++ node behind it keeps it
+    # alive.
+    token: Any = output.view_as(output).grad_fn if isinstance(node, FunctionBase) else None
+    return GradientEdge(node, output.output_nr, token)
+
+
+def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
+    """Returns the gradients, with None for those that the tensor behind them denies."""
+    if not gradients or gradients[-1].dtype is not torch.bool:
+        return gradients
+    *values, there = gradients
+    if type(there) is not Tensor:  # a fake tensor has no values
+        return tuple(values)
+    return tuple(
+        gradient if is_there else None
+        for gradient, is_there in zip(values, there.tolist(), strict=True)
+    )
