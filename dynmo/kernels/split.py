@@ -601,13 +601,15 @@ def leaves_of(
 
 def reaches(outputs: Iterable[Tensor], node: Any) -> bool:
     """Return whether the graph behind the outputs leads to the node."""
+    for y in outputs:
+        if y.grad_fn is not None and any(below is node for below, _ in y.grad_fn.next_functions):
+            return True  # a residual stream
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         each = nodes.pop()
         if each is node:
             return True
-        # A residual stream is the first input of a sum.
         for below, _ in reversed(each.next_functions):
             if below is not None and below not in seen:
                 seen.add(below)

@@ -255,7 +255,8 @@ class Layer:
             pieces: Cuts the microbatch, on the last layer. F is then left to B (`pieces.py`).
 
         Returns:
-            The outputs, contiguous, and the graph that the next layer may join.
+            The outputs, contiguous, and the graph that the next layer may join. Who does not join
+            it closes it.
 
         Raises:
             RunError: The layer's output cannot travel, has another shape than that of the first
@@ -271,6 +272,8 @@ class Layer:
         elif behind is not None and self._may_join(microbatch, inputs, pieces):
             outputs, span = self._forward_joined(behind, microbatch, inputs, finish)
         else:
+            if behind is not None:
+                behind.close()
             given = tuple([_requiring(x, need_input and x.requires_grad) for x in inputs])
             if pieces is not None:
                 outputs = self._keep_for_pieces(microbatch, given, step, pieces)
@@ -322,14 +325,15 @@ class Layer:
         self.writes.renew()
         outputs = self._call(inputs, finish, True)
         given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
-        roots, products = roots_of(outputs, differentiable), self.tape.take_products()
+        products = self.tape.take_products()
         if reaches(outputs, node):
             behind.layers.append(self)
             behind.products.append(products)
-            behind.graph, behind.differentiable = roots, differentiable
+            behind.outputs, behind.differentiable = outputs, differentiable
             return given, behind
+        behind.close()
         leaf = _with_leaf(x)[1]
-        span = Span[Layer]((leaf,), None, roots, differentiable, {}, [self], [products])
+        span = Span[Layer]((leaf,), None, (), differentiable, {}, [self], [products], outputs)
         self._spans[microbatch] = span
         return given, span
 
@@ -356,7 +360,7 @@ class Layer:
                 they had not. One rank refuses them, too, so that any number of ranks trains the
                 same models.
         """
-        if self._varies:
+        if self._varies or self._is_like_first(outputs):
             return outputs
         spec, found = spec_of(outputs), tuple([y.requires_grad for y in outputs])
         like = spec_of(inputs) if self._ragged else ()
@@ -381,6 +385,14 @@ class Layer:
             y if now == before else _requiring(y)
             for y, now, before in zip(outputs, found, first, strict=True)
         )
+
+    def _is_like_first(self, outputs: Tensors) -> bool:
+        """A quick answer for one output."""
+        if self._ragged or len(outputs) != 1 or not self._outputs_like:
+            return False
+        ((dtype, shape), *_), differentiable = self._outputs_like[()]
+        [y] = outputs
+        return y.dtype is dtype and y.shape == shape and (y.requires_grad,) == differentiable
 
     def _may_train(self, outputs: Tensors) -> tuple[bool, ...]:
         """Returns which outputs require a gradient, or have in an earlier step.

@@ -61,6 +61,7 @@ class Span(Generic[L]):
         differentiable: Whether each output gets a gradient.
         buffers: Values that F found in the buffers that it wrote to.
         layers: They share the graph, and each has noted products.
+        outputs: Those of the last layer, until `close`.
     """
 
     inputs: Tensors
@@ -70,6 +71,12 @@ class Span(Generic[L]):
     buffers: Copies
     layers: list[L]
     products: list[Sequence[Product]]
+    outputs: Tensors = ()
+
+    def close(self) -> None:
+        """Ends the joining. Only the graph is kept: tensors that it has not saved may go."""
+        if self.outputs:
+            self.graph, self.outputs = roots_of(self.outputs, self.differentiable), ()
 
     def build_again(self) -> None:
         """Precedes `run`: F of a recomputed layer."""

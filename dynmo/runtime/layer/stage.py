@@ -125,6 +125,8 @@ class Stage:
             )
             if self.look is not None:
                 self.look(False, layer.index, microbatch, tensors)
+        if span is not None:
+            span.close()
         return tensors
 
     def _note(self, microbatch: int, output: Any) -> None:

@@ -280,9 +280,8 @@ def _copy(value: Any) -> Any:
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     """Returns the sum of squares in float64 over fixed blocks, in the order given."""
-    return fold_blocks(
-        block for gradient in gradients if gradient is not None for block in block_sums(gradient)
-    )
+    sums = [s for gradient in gradients if gradient is not None for s in _sums_of(gradient)]
+    return fold_blocks(torch.cat(sums).tolist() if sums else ())
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
@@ -295,6 +294,11 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 def block_sums(gradient: Tensor) -> list[float]:
     """Returns the sum of squares of each norm block of a gradient or a part of it."""
+    sums = _sums_of(gradient)
+    return torch.cat(sums).tolist() if sums else []
+
+
+def _sums_of(gradient: Tensor) -> list[Tensor]:
     flat = gradient.detach().reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
@@ -309,7 +313,7 @@ def block_sums(gradient: Tensor) -> list[float]:
     )
     if whole < flat.numel():
         sums.append(flat[whole:].square().sum().reshape(1))
-    return torch.cat(sums).tolist() if sums else []
+    return sums
 
 
 def clip_factor(norm: float, limit: float) -> float:
