@@ -134,8 +134,8 @@ class WeightTape:
             (`leaves_of`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
-        hooks: The hooks on saved tensors that the layer's caller has. The hooks of a checkpoint
-            within the layer are others.
+        hooks: The hooks on saved tensors under which products are noted. Under others, such as
+            those of a checkpoint, a note would keep a tensor that the hooks let go.
         loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
             tensor without dimensions on the layer's device.
     """
@@ -167,7 +167,6 @@ class WeightTape:
     def notes(self, weight: nn.Parameter) -> bool:
         """Return whether a product with the weight is noted in F.
 
-        Not within a checkpoint: the note would keep what the checkpoint drops, and B runs F again.
         Autograd computes the gradient of a weight with other strides by another product.
         """
         return (
@@ -380,6 +379,25 @@ def _add_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
         add_each(sums, amounts)
 
 
+# If a kernel of a CPU adds a product of so few rows to a large sum, it rounds as if the product had
+# been made before, and saves a pass over the sum. Of more rows it rounds otherwise.
+_FEW_ROWS, _LARGE = 128, 1 << 17
+
+
+def adds_at_once(weight: Tensor, x: Tensor) -> bool:
+    """Return whether W adds the product to the gradient within the kernel.
+
+    BW must do the same, so autograd does not compute this gradient.
+    """
+    return (
+        weight.numel() >= _LARGE
+        and min(weight.shape) > 64
+        and x.numel() <= _FEW_ROWS * x.shape[-1]
+        and weight.is_cpu
+        and weight.dtype not in LOW
+    )
+
+
 class _Uses(NamedTuple):
     """The products of a microbatch with one weight, the last first, and gradients of biases."""
 
@@ -424,20 +442,23 @@ def _add_uses(use: _Uses) -> None:
     weight, total = use.weight, None
     for x, gy, turned in use.products:
         left, right = (as_rows(x), as_rows(gy)) if turned else (as_rows(gy), as_rows(x))
-        total = _sum(weight, total, torch.mm(left.t(), right))
-    assert total is not None
-    add_to_gradient(weight, total)
+        if weight.grad is not None and len(use.products) == 1 and adds_at_once(weight, x):
+            weight.grad.addmm_(left.t(), right)
+        else:
+            amount = torch.mm(left.t(), right)
+            total = amount if total is None else _sum(weight, total, amount)
+    if total is not None:
+        add_to_gradient(weight, total)
     for bias, gradients in use.biases:
-        total = None
-        for gy in gradients:
+        total = as_rows(gradients[0]).sum(0)
+        for gy in gradients[1:]:
             total = _sum(bias, total, as_rows(gy).sum(0))
-        assert total is not None
         add_to_gradient(bias, total)
 
 
-def _sum(parameter: nn.Parameter, total: Tensor | None, amount: Tensor) -> Tensor:
-    amount = amount.to(torch.float32) if parameter.dtype in LOW else amount
-    return amount if total is None else total.add_(amount)
+def _sum(parameter: nn.Parameter, total: Tensor, amount: Tensor) -> Tensor:
+    dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
+    return total.to(dtype).add_(amount.to(dtype))
 
 
 def accumulate_linear(

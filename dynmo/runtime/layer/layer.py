@@ -32,8 +32,16 @@ from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.packed_weight import guarded
 from dynmo.kernels.seeds import seed_forward
-from dynmo.kernels.split import Part, WeightTape, WeightWork, leaves_of, reaches, splits
-from dynmo.kernels.torch_private import nodes_made, reshape_unsafe, saved_tensors_hooks_in_force
+from dynmo.kernels.split import (
+    Part,
+    WeightTape,
+    WeightWork,
+    adds_at_once,
+    leaves_of,
+    reaches,
+    splits,
+)
+from dynmo.kernels.torch_private import nodes_made, reshape_unsafe
 from dynmo.models.extra_state import extra_state_of, set_extra_state
 from dynmo.models.reach import modules_of
 from dynmo.runtime.comm.clock import Clock
@@ -526,7 +534,7 @@ class Layer:
         self, inputs: Tensors, finish: Finish | None, graph: bool
     ) -> tuple[Tensors, Tensors]:
         """Returns the outputs, and the inputs that the module was given."""
-        self.tape.hooks = saved_tensors_hooks_in_force()
+        self.tape.hooks = self.meter.hooks
         originals = inputs if self.writes.looks_at_inputs(graph) else None
         call = partial(self._outputs, finish=finish, originals=originals)
         before = nodes_made()
@@ -642,6 +650,7 @@ class Layer:
             or self.is_timed
             or measured is not None
             or any(x._groups is not None and x._groups.watching for x in span.layers)
+            or any(adds_at_once(x.weight, x.x) for several in span.products for x in several)
         )
         for layer in span.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None

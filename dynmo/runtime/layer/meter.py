@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from dynmo.kernels.torch_private import saved_tensors_shown
+from dynmo.kernels.torch_private import saved_tensors_hooks_in_force, saved_tensors_shown
 from dynmo.runtime.layer.reads import storage_of
 
 
@@ -18,12 +18,14 @@ class Meter:
         activation_bytes: From F to B.
         stash_bytes: From B to W.
         output_bytes: What the layer hands on.
+        hooks: Those on saved tensors that count, while it counts.
         frees_inputs: Whether the memory of an input may go before B, since the graph has not saved
             it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.hooks: object = None
         self.frees_inputs = True
         self.output_bytes = 0
         self.forget()
@@ -56,8 +58,10 @@ class Meter:
 
         try:
             with saved_tensors_shown(show):
+                self.hooks = saved_tensors_hooks_in_force()
                 yield kept
         finally:
+            self.hooks = None
             kept.clear()
 
     def note_forward(
