@@ -295,20 +295,26 @@ def note(
     """Note that torch has computed y from x, and return y.
 
     torch's own product is one of rows. What it does besides (views, a bias that is added later)
-    stays with autograd, in B.
+    stays with autograd, in B. Hooks on the output are to run before its gradient is taken, so they
+    go to a node of their own.
     """
     node: Any = y.grad_fn
-    name = node.name()
+    name, given = node.name(), x
     if x.dim() != 2:
         for beside in ("AddBackward0", "UnsafeViewBackward0", "ViewBackward0"):
             if name == beside:
                 node = node.next_functions[0][0]
                 name = node.name()
     # `Products` may have seen the call of a linear, too.
-    if name in _PLACE_OF_X and not (tape.products and tape.products[-1].node is node):
-        added = bias if name == "AddmmBackward0" else None
-        tape.products.append(Product(weight, added, x, x._version, node, turned))
-    return y
+    if name not in _PLACE_OF_X or (tape.products and tape.products[-1].node is node):
+        return y
+    if x.dim() != 2 and not x.is_contiguous():
+        # torch has made a copy, and keeps it.
+        given = node._saved_mat1 if name == "AddmmBackward0" else node._saved_self
+    added = bias is not None and name == "AddmmBackward0" and bias.shape == y.shape[-1:]
+    product = Product(weight, bias if added else None, given, given._version, node, turned)
+    tape.products.append(product)
+    return y.view_as(y) if x.dim() == 2 else y
 
 
 class Part(NamedTuple):
@@ -575,14 +581,33 @@ class Leaves(NamedTuple):
     """The leaves of a layer's graph.
 
     Attributes:
-        all: Those that require a gradient.
-        whole: Those used in several ways (`WeightTape.whole`).
+        noted, on_tape, by_itself: How they are used.
         reentrant: Whether torch's old checkpoint is in the graph. It admits no `run_split`.
     """
 
-    all: set[Tensor]
-    whole: frozenset[Tensor]
+    noted: set[Tensor]
+    on_tape: set[Tensor]
+    by_itself: set[Tensor]
     reentrant: bool
+
+    @property
+    def all(self) -> set[Tensor]:
+        return self.noted | self.on_tape | self.by_itself
+
+    @property
+    def whole(self) -> frozenset[Tensor]:
+        """Those used in several ways (`WeightTape.whole`)."""
+        noted, on_tape, by_itself = self.noted, self.on_tape, self.by_itself
+        return frozenset((noted & on_tape) | (noted & by_itself) | (on_tape & by_itself))
+
+    def joined(self, other: Leaves) -> Leaves:
+        """Returns the leaves of both graphs."""
+        return Leaves(
+            self.noted | other.noted,
+            self.on_tape | other.on_tape,
+            self.by_itself | other.by_itself,
+            self.reentrant or other.reentrant,
+        )
 
 
 def leaves_of(
@@ -615,9 +640,10 @@ def leaves_of(
             elif below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    whole = (noted & on_tape) | (noted & by_itself) | (on_tape & by_itself)
-    whole |= {x.bias for x in products if x.bias is not None and x.weight in whole}
-    return Leaves(noted | on_tape | by_itself, frozenset(whole), reentrant)
+    leaves = Leaves(noted, on_tape, by_itself, reentrant)
+    whole = leaves.whole
+    by_itself |= {x.bias for x in products if x.bias is not None and x.weight in whole}
+    return leaves
 
 
 def reaches(outputs: Iterable[Tensor], node: Any) -> bool:

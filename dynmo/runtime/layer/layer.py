@@ -33,6 +33,7 @@ from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.packed_weight import guarded
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import (
+    Leaves,
     Part,
     WeightTape,
     WeightWork,
@@ -90,7 +91,7 @@ class Layer:
     Attributes:
         warns: Whether to warn if most of its weight gradients cannot wait for W.
         is_timed: Whether its ops are timed. Its graph is then its own.
-        is_reentrant: Whether it uses torch's old checkpoint, which admits no B without W.
+        is_reentrant: Whether B must be all of autograd's backward, as with torch's old checkpoint.
         marks: Marks of this step: kind, start, end, and the part of W inside a BW.
     """
 
@@ -132,6 +133,10 @@ class Layer:
         self._evaluating: list[str] | None = None
         # Numbers of nodes of the graphs that were looked at.
         self._known_graphs = set[int]()
+        # Whether F runs a backward of its own, which must end at the layer's inputs.
+        self._runs_backward = False
+        # Leaves of all of these.
+        self._leaves: Leaves | None = None
         # Microbatches in flight: the graphs that begin here, and work.
         self._spans: dict[int, Span[Layer]] = {}
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
@@ -214,7 +219,7 @@ class Layer:
         self.writes.forget()
         self._have_trained.clear()
         self._known_graphs.clear()
-        self.tape.whole, self.is_reentrant = frozenset(), False
+        self._leaves, self.tape.whole, self.is_reentrant = None, frozenset(), False
 
     def look(self, between_steps: bool) -> bool:
         """Returns whether the modes have changed since the last step, and measures anew then.
@@ -300,6 +305,7 @@ class Layer:
             # A layer may hand its weight on.
             outputs = tuple([_requiring(y, False) for y in self._call(inputs, finish, False)])
             outputs = self._like_first(microbatch, inputs, outputs, graph=False)
+        self.tape.products.clear()  # of a part that runs with gradients
         if not self.meter.output_bytes:
             self.meter.output_bytes = total_bytes(outputs)
         return outputs
@@ -307,7 +313,11 @@ class Layer:
     def _is_plain(self) -> bool:
         """Returns whether the layer's graph may be one with those of its neighbours."""
         return not (
-            self.is_timed or self._recompute or self.is_reentrant or self.writes.in_backward
+            self.is_timed
+            or self._recompute
+            or self.is_reentrant
+            or self.writes.in_backward
+            or self._runs_backward
         )
 
     def _may_join(self, microbatch: int, inputs: Tensors, pieces: Cutter | None) -> bool:
@@ -445,6 +455,7 @@ class Layer:
             if recompute
             else roots_of(outputs, differentiable)
         )
+        self._runs_backward |= any(x.grad is not None for x in leaves)
         span = Span[Layer](leaves, measured, graph, differentiable, buffers, [self], [products])
         self._spans[microbatch] = span
         if recompute:
@@ -539,8 +550,10 @@ class Layer:
         call = partial(self._outputs, finish=finish, originals=originals)
         before = nodes_made()
         outputs, given = self.writes.run(call, inputs, graph)
-        # Another number of nodes is another graph.
-        if graph and (size := nodes_made() - before) not in self._known_graphs:
+        # Another number of nodes is another graph. A layer that uses a weight by itself may use
+        # another one next time.
+        size = nodes_made() - before
+        if graph and (size not in self._known_graphs or self.tape.whole):
             self._known_graphs.add(size)
             self._look_at_graph(inputs, outputs, ends=finish is not None)
         return outputs, given
@@ -615,8 +628,12 @@ class Layer:
 
     def _look_at_graph(self, inputs: Tensors, outputs: Tensors, ends: bool) -> None:
         leaves = leaves_of(outputs, self.tape.products, inputs)
-        self.tape.whole |= leaves.whole
-        self.is_reentrant = self.is_reentrant or leaves.reentrant
+        self._leaves = leaves if self._leaves is None else leaves.joined(self._leaves)
+        self.tape.whole = self._leaves.whole
+        known = {*map(id, self.parameters), *map(id, inputs)}
+        if leaves.reentrant or any(id(x) not in known for x in leaves.by_itself):
+            # Autograd must run all of the graph: it has a backward within, or a leaf made in F.
+            self.is_reentrant, self.tape.whole = True, frozenset(self.parameters)
         if self._others is not None:
             who = f"{self.name} or the loss" if ends else self.name
             check_leaves(who, leaves.all, self.module, self._others)
@@ -654,6 +671,7 @@ class Layer:
         )
         for layer in span.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None
+        has_gradient = len(span.layers) == 1 or span.has_gradient(gradients)
         found, differentiable = self._run_backward(span, gradients, apart)
         works = [layer.tape.take() for layer in span.layers]
         for layer in span.layers:
@@ -674,8 +692,8 @@ class Layer:
                 layer._finish_weights(microbatch)
         gradients_in = self._gradients_of(differentiable, found)
         for layer in span.layers[1:]:
-            # Their inputs have had gradients.
-            layer._marks_missing = layer._marks_missing or False
+            if layer._marks_missing is None:
+                layer._marks_missing = not has_gradient
         if start is not None:
             end = self.clock.mark()
             if between is not None and not deferred:

