@@ -104,8 +104,9 @@ class AccumulationGroups:
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
     def ends_at(self, microbatch: int) -> bool:
-        """Returns whether somebody waits for the layer's gradients after this microbatch."""
-        return microbatch == self._last and self._done is not None
+        """Returns whether the layer's gradients are set aside or awaited after this microbatch."""
+        is_group = self._count > 1 and (microbatch + 1) % self._each == 0
+        return is_group or (microbatch == self._last and self._done is not None)
 
     def after_input(self, microbatch: int) -> None:
         """Notes that B is done. W is not yet done (unless nothing is `watching`)."""
