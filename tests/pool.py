@@ -166,8 +166,10 @@ def _serve() -> None:
     assert rendezvous is not None
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    profiler.PAUSE = 0.0  # links need not be measured well here, and every job would wait for it
-    profiler.APART = 1  # most jobs are short, and graphs of several layers are to run in them
+    # Links need not be measured well here, and every job would wait for it.
+    profiler.PAUSE = 0.0
+    # Jobs are short. Graphs of several layers are to run in them, too.
+    profiler.APART = 1
     # Jobs may print. The replies have the real stdout to themselves.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -18,7 +18,7 @@ product is then of the lower precision. Only the sum over microbatches must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -100,7 +100,7 @@ def add_product(
 
 
 # Of the inputs of autograd's nodes. The others are a weight's transpose and a bias.
-_PLACE_OF_X = {"AddmmBackward0": 1, "MmBackward0": 0}
+PLACE_OF_X = {"AddmmBackward0": 1, "MmBackward0": 0}
 
 
 class Product(NamedTuple):
@@ -131,7 +131,7 @@ class WeightTape:
         taking: Whether the tape takes work now. The layer has it do so in its B alone. A backward
             that its F runs (`torch.autograd.grad`) gives gradients as autograd does.
         whole: Parameters that the layer also uses by itself, not through their module
-            (`leaves_of`). Their gradient comes from autograd, all of it in B. Otherwise the order
+            (`leaves.py`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
         hooks: The hooks on saved tensors under which products are noted. Under others, such as
@@ -306,7 +306,7 @@ def note(
                 node = node.next_functions[0][0]
                 name = node.name()
     # `Products` may have seen the call of a linear, too.
-    if name not in _PLACE_OF_X or (tape.products and tape.products[-1].node is node):
+    if name not in PLACE_OF_X or (tape.products and tape.products[-1].node is node):
         return y
     if x.dim() != 2 and not x.is_contiguous():
         # torch has made a copy, and keeps it.
@@ -385,8 +385,8 @@ def _add_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
         add_each(sums, amounts)
 
 
-# If a kernel of a CPU adds a product of so few rows to a large sum, it rounds as if the product had
-# been made before, and saves a pass over the sum. Of more rows it rounds otherwise.
+# A kernel of a CPU can add a product to a large sum itself, which saves a pass over it. With so few
+# rows it rounds as if the product had been made before. With more it does not.
 _FEW_ROWS, _LARGE = 128, 1 << 17
 
 
@@ -575,93 +575,6 @@ def split_embedding(
         padding: The id whose row gets no gradient.
     """
     return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
-
-
-class Leaves(NamedTuple):
-    """The leaves of a layer's graph.
-
-    Attributes:
-        noted, on_tape, by_itself: How they are used.
-        reentrant: Whether torch's old checkpoint is in the graph. It admits no `run_split`.
-    """
-
-    noted: set[Tensor]
-    on_tape: set[Tensor]
-    by_itself: set[Tensor]
-    reentrant: bool
-
-    @property
-    def all(self) -> set[Tensor]:
-        return self.noted | self.on_tape | self.by_itself
-
-    @property
-    def whole(self) -> frozenset[Tensor]:
-        """Those used in several ways (`WeightTape.whole`)."""
-        noted, on_tape, by_itself = self.noted, self.on_tape, self.by_itself
-        return frozenset((noted & on_tape) | (noted & by_itself) | (on_tape & by_itself))
-
-    def joined(self, other: Leaves) -> Leaves:
-        """Returns the leaves of both graphs."""
-        return Leaves(
-            self.noted | other.noted,
-            self.on_tape | other.on_tape,
-            self.by_itself | other.by_itself,
-            self.reentrant or other.reentrant,
-        )
-
-
-def leaves_of(
-    outputs: Iterable[Tensor], products: Sequence[Product], inputs: Iterable[Tensor] = ()
-) -> Leaves:
-    """Look at the graph between a layer's inputs and outputs, and at products that F has noted."""
-    noted, on_tape, by_itself = set[Tensor](), set[Tensor](), set[Tensor]()
-    places, reentrant = dict[Any, int](), False
-    for each in products:
-        places[each.node] = _PLACE_OF_X[each.node.name()]
-        noted.update(p for p in (each.weight, each.bias) if p is not None and p.requires_grad)
-    outputs = list(outputs)
-    # A layer may hand on its weight.
-    by_itself.update(y for y in outputs if y.requires_grad and y.grad_fn is None)
-    seen = {x.grad_fn for x in inputs}
-    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None and y.grad_fn not in seen]
-    seen.update(nodes)
-    while nodes:
-        node = nodes.pop()
-        reentrant = reentrant or node.name() == "CheckpointFunctionBackward"
-        # The function of a module that splits has its tape as an attribute. Its first input is no
-        # weight.
-        has_tape, place_of_x = getattr(node, "tape", None) is not None, places.get(node)
-        for place, (below, _) in enumerate(node.next_functions):
-            if place_of_x not in (None, place):
-                continue
-            variable = getattr(below, "variable", None)
-            if variable is not None:
-                (on_tape if has_tape and place else by_itself).add(variable)
-            elif below is not None and below not in seen:
-                seen.add(below)
-                nodes.append(below)
-    leaves = Leaves(noted, on_tape, by_itself, reentrant)
-    whole = leaves.whole
-    by_itself |= {x.bias for x in products if x.bias is not None and x.weight in whole}
-    return leaves
-
-
-def reaches(outputs: Iterable[Tensor], node: Any) -> bool:
-    """Return whether the graph behind the outputs leads to the node."""
-    for y in outputs:
-        if y.grad_fn is not None and any(below is node for below, _ in y.grad_fn.next_functions):
-            return True  # a residual stream
-    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        each = nodes.pop()
-        if each is node:
-            return True
-        for below, _ in reversed(each.next_functions):
-            if below is not None and below not in seen:
-                seen.add(below)
-                nodes.append(below)
-    return False
 
 
 def accumulate_embedding(

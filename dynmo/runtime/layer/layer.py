@@ -30,16 +30,14 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.deferral import CaughtProducts, install
 from dynmo.kernels.grouped_linear import gradient_parameters
+from dynmo.kernels.leaves import Leaves, leaves_of, reaches
 from dynmo.kernels.packed_weight import guarded
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import (
-    Leaves,
     Part,
     WeightTape,
     WeightWork,
     adds_at_once,
-    leaves_of,
-    reaches,
     splits,
 )
 from dynmo.kernels.torch_private import nodes_made, reshape_unsafe
@@ -139,6 +137,7 @@ class Layer:
         self._leaves: Leaves | None = None
         # Microbatches in flight: the graphs that begin here, and work.
         self._spans: dict[int, Span[Layer]] = {}
+        self._open: Span[Layer] | None = None
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Outputs of the first microbatch of the program that runs, and which of them have a
         # gradient. The others are constants that are handed on, like rotary tables. If the batch is
@@ -243,33 +242,19 @@ class Layer:
         need_input: bool,
         finish: Finish | None,
         pieces: Cutter | None = None,
+        behind: Span[Layer] | None = None,
     ) -> Tensors:
-        """Runs F by itself. See `join`."""
-        return self.join(None, microbatch, inputs, step, graph, need_input, finish, pieces)[0]
-
-    def join(
-        self,
-        behind: Span[Layer] | None,
-        microbatch: int,
-        inputs: Tensors,
-        step: int,
-        graph: bool,
-        need_input: bool,
-        finish: Finish | None,
-        pieces: Cutter | None = None,
-    ) -> tuple[Tensors, Span[Layer] | None]:
         """Runs F.
 
         Args:
-            behind: The graph of the layer before, which this one may join.
             graph: Whether to keep what B needs.
             need_input: Whether B must yield input gradients.
             finish: The loss, on the last layer. It takes the module's output.
             pieces: Cuts the microbatch, on the last layer. F is then left to B (`pieces.py`).
+            behind: The graph of the layer before (`take_open`), which this one joins or closes.
 
         Returns:
-            The outputs, contiguous, and the graph that the next layer may join. Who does not join
-            it closes it.
+            The outputs, contiguous.
 
         Raises:
             RunError: The layer's output cannot travel, has another shape than that of the first
@@ -279,11 +264,10 @@ class Layer:
         """
         start = self.clock.mark() if self.is_timed else None
         self.seed_forward(inputs[0].device, step, microbatch)
-        span = None
         if not graph:
             outputs = self._forward_alone(microbatch, inputs, finish, pieces)
         elif behind is not None and self._may_join(microbatch, inputs, pieces):
-            outputs, span = self._forward_joined(behind, microbatch, inputs, finish)
+            outputs = self._forward_joined(behind, microbatch, inputs, finish)
         else:
             if behind is not None:
                 behind.close()
@@ -291,10 +275,15 @@ class Layer:
             if pieces is not None:
                 outputs = self._keep_for_pieces(microbatch, given, step, pieces)
             else:
-                outputs, span = self._forward_for_backward(microbatch, given, step, finish)
+                outputs = self._forward_for_backward(microbatch, given, step, finish)
         if start is not None:
             self.marks.append((Kind.F, start, self.clock.mark(), []))
-        return outputs, span
+        return outputs
+
+    def take_open(self) -> Span[Layer] | None:
+        """Returns the graph of the last F, if the next layer may join it."""
+        span, self._open = self._open, None
+        return span
 
     def _forward_alone(
         self, microbatch: int, inputs: Tensors, finish: Finish | None, pieces: Cutter | None
@@ -337,7 +326,7 @@ class Layer:
 
     def _forward_joined(
         self, behind: Span[Layer], microbatch: int, inputs: Tensors, finish: Finish | None
-    ) -> tuple[Tensors, Span[Layer]]:
+    ) -> Tensors:
         [x] = [x for x in inputs if x.requires_grad]
         node = x.grad_fn
         self.writes.renew()
@@ -348,12 +337,13 @@ class Layer:
             behind.layers.append(self)
             behind.products.append(products)
             behind.outputs, behind.differentiable = outputs, differentiable
-            return given, behind
+            self._open = behind
+            return given
         behind.close()
         leaf = _with_leaf(x)[1]
         span = Span[Layer]((leaf,), None, (), differentiable, {}, [self], [products], outputs)
-        self._spans[microbatch] = span
-        return given, span
+        self._spans[microbatch] = self._open = span
+        return given
 
     def _differentiable(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, finish: Finish | None
@@ -428,7 +418,7 @@ class Layer:
 
     def _forward_for_backward(
         self, microbatch: int, inputs: Tensors, step: int, finish: Finish | None
-    ) -> tuple[Tensors, Span[Layer] | None]:
+    ) -> Tensors:
         """Runs F and saves the state that B needs."""
         meter, recompute = self.meter, self._recompute
         measured, first = inputs if meter.is_largest(inputs) else None, not meter.has_measured
@@ -460,10 +450,11 @@ class Layer:
         self._spans[microbatch] = span
         if recompute:
             # The graph goes here.
-            return tuple([_requiring(y, y.requires_grad) for y in given]), None
+            return tuple([_requiring(y, y.requires_grad) for y in given])
         # Outputs keep their graph. Their users detach them (the next layer) or only read (a
         # channel, the loss account).
-        return given, span if measured is None and self._is_plain() else None
+        self._open = span if measured is None and self._is_plain() else None
+        return given
 
     def _rerun_forward(
         self, microbatch: int, step: int, finish: Finish | None, inputs: Tensors
@@ -553,7 +544,8 @@ class Layer:
         # Another number of nodes is another graph. A layer that uses a weight by itself may use
         # another one next time.
         size = nodes_made() - before
-        if graph and (size not in self._known_graphs or self.tape.whole):
+        may_change = self.tape.whole and not self.is_reentrant
+        if graph and (size not in self._known_graphs or may_change):
             self._known_graphs.add(size)
             self._look_at_graph(inputs, outputs, ends=finish is not None)
         return outputs, given
@@ -771,6 +763,7 @@ class Layer:
     def clear(self) -> None:
         """Drops the state that microbatches in flight left (after a failed step)."""
         self._spans.clear()
+        self._open = None
         self._weight_work.clear()
         self.tape.take()
         self.tape.products.clear()

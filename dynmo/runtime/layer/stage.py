@@ -113,8 +113,7 @@ class Stage:
             finish = partial(self._finish, microbatch, targets) if ends else None
             pieces = self._cutter(microbatch, targets) if ends else None
             graph = training and layer.index >= self._first_trainable
-            tensors, span = layer.join(
-                span if self.look is None else None,
+            tensors = layer.forward(
                 microbatch,
                 tensors,
                 step,
@@ -122,7 +121,9 @@ class Stage:
                 layer.index > self._first_trainable,
                 finish,
                 pieces,
+                span,
             )
+            span = layer.take_open() if self.look is None else None
             if self.look is not None:
                 self.look(False, layer.index, microbatch, tensors)
         if span is not None:
