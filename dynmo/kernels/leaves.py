@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,12 +36,7 @@ class Leaves(NamedTuple):
 
     def joined(self, other: Leaves) -> Leaves:
         """Returns the leaves of both graphs."""
-        return Leaves(
-            self.noted | other.noted,
-            self.on_tape | other.on_tape,
-            self.by_itself | other.by_itself,
-            self.reentrant or other.reentrant,
-        )
+        return Leaves(*map(or_, self, other))
 
 
 def leaves_of(

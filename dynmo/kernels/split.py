@@ -18,8 +18,9 @@ product is then of the lower precision. Only the sum over microbatches must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
@@ -47,19 +48,21 @@ def float32_gradients(module: nn.Module) -> None:
             parameter.grad_dtype = torch.float32
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in LOW else parameter.dtype
+
+
 def gradient_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * (4 if parameter.dtype in LOW else parameter.element_size())
+    return parameter.numel() * gradient_dtype(parameter).itemsize
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(
-        parameter, dtype=torch.float32 if parameter.dtype in LOW else parameter.dtype
-    )
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount
+        parameter.grad = amount.to(gradient_dtype(parameter))
     else:
         parameter.grad.add_(amount)
 
@@ -139,17 +142,6 @@ class WeightTape:
         loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
             tensor without dimensions on the layer's device.
     """
-
-    __slots__ = (
-        "deferred",
-        "hooks",
-        "loss_share",
-        "pending",
-        "products",
-        "taken",
-        "taking",
-        "whole",
-    )
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -249,8 +241,8 @@ class _LinearFunction(torch.autograd.Function):
         (x,), gy = ctx.saved_tensors, gradients[0]
         weight, bias, tape, view, mask = ctx.weight, ctx.bias, ctx.tape, ctx.view, ctx.mask
         gx = torch.matmul(gy, part_of(weight, view)) if ctx.needs_input_grad[0] else None
+        rows = as_rows(gy)
         if not tape.takes(weight, bias):
-            rows = as_rows(gy)
             gw = torch.mm(rows.t(), as_rows(x))
             gw = gw if mask is None else gw * mask
             if view is not None:
@@ -259,7 +251,15 @@ class _LinearFunction(torch.autograd.Function):
                 gw = whole
             return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
         x = x.detach()  # its graph would keep the layer's inputs until W has run
-        tape.add(partial(accumulate_linear, weight, bias, x, gy, view, mask), x, gy)
+
+        def accumulate() -> None:
+            add_product(weight, rows.t(), as_rows(x), view)
+            if mask is not None:
+                weight.grad.mul_(mask)
+            if bias is not None and bias.requires_grad:
+                add_to_gradient(bias, rows.sum(0))
+
+        tape.add(accumulate, x, gy)
         return gx, None, None, None, None, None
 
 
@@ -405,10 +405,10 @@ def adds_at_once(weight: Tensor, x: Tensor) -> bool:
 
 
 class _Uses(NamedTuple):
-    """The products of a microbatch with one weight, the last first, and gradients of biases."""
+    """Factors of one weight's gradient in a microbatch, the last first, and those of biases."""
 
     weight: nn.Parameter
-    products: list[tuple[Tensor, Tensor, bool]]
+    factors: list[tuple[Tensor, Tensor]]
     biases: list[tuple[nn.Parameter, list[Tensor]]]
 
 
@@ -429,8 +429,8 @@ def _wait(
         use = uses.get(id(weight))
         if use is None:
             use = uses[id(weight)] = _Uses(weight, [], [])
-        # The graph of x would keep the layer's inputs until W has run.
-        use.products.append((x.detach(), gy, turned))
+        x = x.detach()  # its graph would keep the layer's inputs until W has run
+        use.factors.append((x, gy) if turned else (gy, x))
         if bias is not None and bias.requires_grad and not (tape.whole and bias in tape.whole):
             if id(bias) not in biases:
                 biases[id(bias)] = several = list[Tensor]()
@@ -439,49 +439,25 @@ def _wait(
     for use in uses.values():
         if tape.taken is not None:
             tape.taken.update((use.weight, *(bias for bias, _ in use.biases)))
-        holds = [t for x, gy, _ in use.products for t in (x, gy)]
-        tape.add(partial(_add_uses, use), *holds)
+        tape.add(partial(_add_uses, use), *chain(*use.factors))
 
 
 def _add_uses(use: _Uses) -> None:
     """Add up gradients as autograd does: those of one microbatch first, the last use before."""
-    weight, total = use.weight, None
-    for x, gy, turned in use.products:
-        left, right = (as_rows(x), as_rows(gy)) if turned else (as_rows(gy), as_rows(x))
-        if weight.grad is not None and len(use.products) == 1 and adds_at_once(weight, x):
-            weight.grad.addmm_(left.t(), right)
-        else:
-            amount = torch.mm(left.t(), right)
-            total = amount if total is None else _sum(weight, total, amount)
-    if total is not None:
-        add_to_gradient(weight, total)
+    weight, factors = use.weight, [(as_rows(a).t(), as_rows(b)) for a, b in use.factors]
+    if weight.grad is not None and len(factors) == 1 and adds_at_once(weight, factors[0][1]):
+        weight.grad.addmm_(*factors[0])
+    else:
+        _add_sum(weight, (torch.mm(a, b) for a, b in factors))
     for bias, gradients in use.biases:
-        total = as_rows(gradients[0]).sum(0)
-        for gy in gradients[1:]:
-            total = _sum(bias, total, as_rows(gy).sum(0))
-        add_to_gradient(bias, total)
+        _add_sum(bias, (as_rows(gy).sum(0) for gy in gradients))
 
 
-def _sum(parameter: nn.Parameter, total: Tensor, amount: Tensor) -> Tensor:
-    dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
-    return total.to(dtype).add_(amount.to(dtype))
-
-
-def accumulate_linear(
-    weight: nn.Parameter,
-    bias: nn.Parameter | None,
-    x: Tensor,
-    gy: Tensor,
-    view: View | None = None,
-    mask: Tensor | None = None,
-) -> None:
-    """Add gy^T x to weight.grad, or to this part of it, and the sum of gy to bias.grad."""
-    rows = as_rows(gy)
-    add_product(weight, rows.t(), as_rows(x), view)
-    if mask is not None:
-        cast(Tensor, weight.grad).mul_(mask)
-    if bias is not None and bias.requires_grad:
-        add_to_gradient(bias, rows.sum(0))
+def _add_sum(parameter: nn.Parameter, amounts: Iterator[Tensor]) -> None:
+    total, dtype = next(amounts), gradient_dtype(parameter)
+    for amount in amounts:
+        total = total.to(dtype).add_(amount.to(dtype))
+    add_to_gradient(parameter, total)
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
@@ -578,23 +554,21 @@ def split_embedding(
 
 
 def accumulate_embedding(
-    weight: nn.Parameter, ids: Tensor, gy: Tensor, padding: int | None = None
+    weight: nn.Parameter, ids: Tensor, gy: Tensor, padding: int | None
 ) -> None:
     """Add gy to weight.grad[ids], but for the id of padding.
 
     As in autograd, the tokens of a microbatch are summed first, in their order. On other devices
     than the CPU the sum has no fixed order, and finding equal ids would wait for the device.
     """
-    with torch.no_grad():
-        flat, is_first = ids.reshape(-1), weight.grad is None
-        if is_first:
-            weight.grad = zero_gradient(weight)
-        gradient = cast(Tensor, weight.grad)
-        rows = _rows(ids, gy, padding).to(gradient.dtype)
-        if not is_first and type(gradient) is Tensor and gradient.is_cpu:
-            flat, places = flat.unique(return_inverse=True)
-            rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
-        gradient.index_add_(0, flat, rows)
+    flat, gradient = ids.reshape(-1), weight.grad
+    rows = _rows(ids, gy, padding).to(gradient_dtype(weight))
+    if gradient is None:
+        weight.grad = gradient = zero_gradient(weight)
+    elif type(gradient) is Tensor and gradient.is_cpu:
+        flat, places = flat.unique(return_inverse=True)
+        rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
+    gradient.index_add_(0, flat, rows)
 
 
 def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:
@@ -608,12 +582,11 @@ class SplitEmbedding(nn.Embedding):
     tape: WeightTape | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = cast(nn.Parameter, self.weight)
         if (
             self.tape is None
-            or not weight.requires_grad
             or not plain_embedding(self.max_norm, self.scale_grad_by_freq, self.sparse)
             or not may_split(self, input.device)
         ):
             return super().forward(input)
+        weight = cast(nn.Parameter, self.weight)
         return split_embedding(input, weight, self.padding_idx, self.tape)
