@@ -92,7 +92,7 @@ class BufferSet:
         return {
             key: before.get(key)
             for key, now in self._pairs(before)
-            if not (waits or now is None or now.is_cpu) or not _is_same(before.get(key), now)
+            if not (waits or now is None or now.is_cpu) or not has_same_bits(before.get(key), now)
         }
 
     def _pairs(self, before: Copies) -> Iterable[tuple[BufferKey, Tensor | None]]:
@@ -129,10 +129,6 @@ class BufferSet:
                 else:
                     self._set(key, copy)
 
-    def versions(self) -> dict[BufferKey, tuple[Tensor, int]]:
-        """Returns every buffer with autograd's count of the writes to it."""
-        return {key: (buffer, buffer._version) for key, buffer in self}
-
     def renew(self, keys: Iterable[BufferKey]) -> None:
         """Puts equal tensors in the buffers' places. Graphs keep the old ones as they are."""
         for key in keys:
@@ -153,18 +149,20 @@ class BufferSet:
                 self._set(key, buffer)
 
 
-def _is_same(before: Tensor | None, now: Tensor | None) -> bool:
-    return before is not None and now is not None and has_same_bits(before, now)
-
-
-def has_same_bits(a: Tensor, b: Tensor) -> bool:
+def has_same_bits(a: object, b: object) -> bool:
     """Returns whether two tensors are equal bit for bit, so that NaN equals NaN.
 
     Waits for a CUDA device. Tensors of subclasses (fake tensors, say) and sparse tensors cannot be
-    compared and count as different.
+    compared and count as different, like all other objects.
     """
-    plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
-    return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+    return (
+        type(a) is Tensor
+        and type(b) is Tensor
+        and a.layout == b.layout == torch.strided
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(_bits(a), _bits(b))
+    )
 
 
 def sum_of_bits(tensor: Tensor) -> int:

@@ -54,7 +54,7 @@ from dynmo.runtime.comm.headers import (
     spec_of,
 )
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.buffers import Copies, has_same_bits
+from dynmo.runtime.layer.buffers import has_same_bits
 from dynmo.runtime.layer.census import Census
 from dynmo.runtime.layer.meter import Meter, total_bytes
 from dynmo.runtime.layer.pieces import Cutter, mean_loss, piece_inputs
@@ -114,18 +114,16 @@ class Layer:
         self.name = f"layer {index} ({type(module).__name__})"
         self.census, self.meter = Census(self.name, module), Meter(module)
         self._others = others
-        self._reads = None if others is None else Reads(self.name, module, others)
-        self._loss_reads = (
-            None if others is None or loss is None else Reads("the loss", loss, others)
-        )
+        self._reads = Reads(self.name, module, others or dict)
+        self._loss_reads = Reads("the loss", loss, others or dict)
         self.clock, self._seed = clock, seed
-        self._first_microbatch, self._groups = first_microbatch, groups
+        self._first_microbatch = first_microbatch
+        self._groups = groups or AccumulationGroups((), 1, 1)
         self._recompute = False
         # The loss runs in the last layer, so its state is that of the layer.
-        losses = [part for _, part in modules_of(loss)][:1]
-        self.writes = Writes(self.name, module, losses, loss, others is not None)
+        self._losses = [part for _, part in modules_of(loss)][:1]
+        self.writes = Writes(self.name, module, self._losses, loss, others is not None)
         self.buffers = self.writes.buffers
-        self._loss = losses[0] if losses else None
         self._loss_before = {name: b.clone() for name, b in self._loss_buffers.items()}
         # Modules in evaluation mode at the last step that trained. None before that.
         self._evaluating: list[str] | None = None
@@ -166,7 +164,7 @@ class Layer:
 
     @property
     def _loss_buffers(self) -> dict[str, Tensor]:
-        return {} if self._loss is None else dict(self._loss.named_buffers())
+        return dict(pair for part in self._losses for pair in part.named_buffers())
 
     def beside(self) -> dict[str, Tensor]:
         """Returns state that is no buffer of the layer: of generators, the loss, and extra state.
@@ -202,11 +200,9 @@ class Layer:
         self._marks_missing = None
         self.parameters = gradient_parameters(self.module)
         self.writes.begin()
-        if self._groups is not None:
-            self._groups.begin()
-        for reads in (self._reads, self._loss_reads):
-            if reads is not None:
-                reads.begin()
+        self._groups.begin()
+        self._reads.begin()
+        self._loss_reads.begin()
 
     def expect_ragged(self) -> None:
         """Allows inputs of several shapes in this program, since each message has a header."""
@@ -319,8 +315,8 @@ class Layer:
             pieces is None
             and self._is_plain()
             and not self.meter.is_largest(inputs)
-            and not self.writes.looks_at_inputs(graph=True)
-            and not (self._groups is not None and self._groups.ends_at(microbatch))
+            and self.writes.to_inputs(graph=True) is not None
+            and not self._groups.ends_at(microbatch)
             and [x.grad_fn is not None for x in inputs if x.requires_grad] == [True]
         )
 
@@ -422,61 +418,47 @@ class Layer:
         """Runs F and saves the state that B needs."""
         meter, recompute = self.meter, self._recompute
         measured, first = inputs if meter.is_largest(inputs) else None, not meter.has_measured
-        leaves = inputs
-        if not recompute:
-            pairs = [_with_leaf(x) if meter.frees_inputs else (x, x) for x in inputs]
-            inputs = tuple([x for x, _ in pairs])
-            leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
-            run = partial(self._call_to_keep, inputs, finish)
-        else:
-            # A hook that the layer puts on an input is for the run in B alone.
-            run = partial(self._call, _without_hooks(inputs), finish, True)
-        again = partial(self._rerun_forward, microbatch, step, finish)
+        frees = meter.frees_inputs and not recompute
+        pairs = [_with_leaf(x) if frees else (x, x) for x in inputs]
+        inputs = tuple([x for x, _ in pairs])
+        leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
+        # A hook that the layer puts on an input is for the run in B alone.
+        run = (
+            partial(self._call, _without_hooks(inputs), finish, True)
+            if recompute
+            else partial(self._call_to_keep, inputs, finish)
+        )
+
+        def again(inputs: Tensors) -> Tensors:
+            """Runs F again. A run to compare with puts no hook on the inputs."""
+            noted = self.tape.take_products()
+            self.seed_forward(inputs[0].device, step, microbatch)
+            outputs = self._call(_without_hooks(inputs), finish, True)
+            self.tape.products = noted
+            return outputs
+
         # The first B shows whether it writes to buffers. Until then, their values are kept.
         keeps = recompute or self.writes.in_backward or first
         outputs, buffers = self.writes.keep(run, again, inputs, first, keeps)
         given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
         products = self.tape.take_products()
-        if recompute:
-            products = []  # F runs again
-        # Only the graph is kept. Tensors that it has not saved may go.
-        graph = (
-            partial(self._rerun_to_keep, microbatch, step, finish, inputs, buffers)
-            if recompute
-            else roots_of(outputs, differentiable)
-        )
+
+        def build_again() -> Tensors:
+            self.seed_forward(inputs[0].device, step, microbatch)
+            with self.buffers.replaced(buffers):
+                return self._call_to_keep(inputs, finish)
+
+        if recompute:  # the graph goes here
+            graph, products, given = build_again, [], _without_hooks(given)
+        else:  # tensors that the graph has not saved may go
+            graph = roots_of(outputs, differentiable)
         self._runs_backward |= any(x.grad is not None for x in leaves)
         span = Span[Layer](leaves, measured, graph, differentiable, buffers, [self], [products])
         self._spans[microbatch] = span
-        if recompute:
-            # The graph goes here.
-            return tuple([_requiring(y, y.requires_grad) for y in given])
         # Outputs keep their graph. Their users detach them (the next layer) or only read (a
         # channel, the loss account).
         self._open = span if measured is None and self._is_plain() else None
         return given
-
-    def _rerun_forward(
-        self, microbatch: int, step: int, finish: Finish | None, inputs: Tensors
-    ) -> Tensors:
-        """Runs F again. A run to compare with puts no hook on the inputs."""
-        noted = self.tape.take_products()
-        self.seed_forward(inputs[0].device, step, microbatch)
-        outputs = self._call(_without_hooks(inputs), finish, True)
-        self.tape.products = noted
-        return outputs
-
-    def _rerun_to_keep(
-        self,
-        microbatch: int,
-        step: int,
-        finish: Finish | None,
-        inputs: Tensors,
-        buffers: Copies,
-    ) -> Tensors:
-        self.seed_forward(inputs[0].device, step, microbatch)
-        with self.buffers.replaced(buffers):
-            return self._call_to_keep(inputs, finish)
 
     def seed_forward(self, device: torch.device, step: int, microbatch: int) -> None:
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
@@ -493,40 +475,32 @@ class Layer:
         self, microbatch: int, inputs: Tensors, step: int, pieces: Cutter
     ) -> Tensors:
         """Keeps what B needs. Returns the loss, which B writes."""
-        loss = torch.zeros((), device=inputs[0].device)
-        run = partial(self._run_pieces, microbatch, inputs, step, pieces, loss)
+        hidden, loss = inputs[0], torch.zeros((), device=inputs[0].device)
+
+        def run(gradient: Tensor) -> None:
+            """Runs layer and loss of each piece forward and backward."""
+            self.seed_forward(hidden.device, step, microbatch)
+            losses, shares = list[Tensor](), list[Tensor]()
+            if hidden.requires_grad:
+                hidden.grad = torch.empty_like(hidden)
+            for piece in pieces(hidden):
+                given = piece_inputs(self.module, inputs, piece.tokens)
+                outputs = self._call(given, piece.finish, True)
+                losses.append(outputs[0].detach())
+                shares.append(piece.share)
+                part = Part(self.tape, self.parameters, self.tape.take_products())
+                roots = roots_of(outputs, (True,))
+                run_graph(roots, (gradient * piece.share,), (), [part], apart=False)
+                if hidden.grad is not None and given[0].grad is not None:
+                    hidden.grad[:, piece.tokens] = given[0].grad
+            loss.copy_(mean_loss(losses, shares))
+
         measured = inputs if self.meter.is_largest(inputs) else None
-        self._spans[microbatch] = Span[Layer](inputs, measured, InPieces(run), (), {}, [self], [()])
+        leaves = tuple([x for x in inputs if x.requires_grad])
+        self._spans[microbatch] = Span[Layer](leaves, measured, InPieces(run), (), {}, [self], [()])
         if measured is not None:
             self.meter.note_forward(inputs, inputs, (loss,))
         return (loss,)
-
-    def _run_pieces(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        step: int,
-        pieces: Cutter,
-        loss: Tensor,
-        gradient: Tensor,
-    ) -> None:
-        """Runs layer and loss of each piece forward and backward."""
-        hidden = inputs[0]
-        self.seed_forward(inputs[0].device, step, microbatch)
-        losses, shares = list[Tensor](), list[Tensor]()
-        if hidden.requires_grad:
-            hidden.grad = torch.empty_like(hidden)
-        for piece in pieces(hidden):
-            given = piece_inputs(self.module, inputs, piece.tokens)
-            outputs = self._call(given, piece.finish, True)
-            losses.append(outputs[0].detach())
-            shares.append(piece.share)
-            part = Part(self.tape, self.parameters, self.tape.take_products())
-            roots = roots_of(outputs, (True,))
-            run_graph(roots, (gradient * piece.share,), (), [part], apart=False)
-            if hidden.grad is not None and given[0].grad is not None:
-                hidden.grad[:, piece.tokens] = given[0].grad
-        loss.copy_(mean_loss(losses, shares))
 
     def _call(self, inputs: Tensors, finish: Finish | None, graph: bool) -> Tensors:
         """Runs the module, with copies of its inputs if it writes to them."""
@@ -537,7 +511,7 @@ class Layer:
     ) -> tuple[Tensors, Tensors]:
         """Returns the outputs, and the inputs that the module was given."""
         self.tape.hooks = self.meter.hooks
-        originals = inputs if self.writes.looks_at_inputs(graph) else None
+        originals = inputs if self.writes.to_inputs(graph) is None else None
         call = partial(self._outputs, finish=finish, originals=originals)
         before = nodes_made()
         outputs, given = self.writes.run(call, inputs, graph)
@@ -563,10 +537,10 @@ class Layer:
         """
         where = within = f"in F of layer {self.index}"
         try:
-            out = self._run(*inputs) if self._reads is None else self._reads.run(self._run, *inputs)
+            out = self._reads.run(self._run, *inputs)
             if finish is not None:
                 where = "in the loss"
-                out = finish(out) if self._loss_reads is None else self._loss_reads.run(finish, out)
+                out = self._loss_reads.run(finish, out)
                 where = within
             outputs = self._handed_on(out)
             if originals is not None and finish is None and self._others is not None:
@@ -612,7 +586,7 @@ class Layer:
             outputs, given = self._called(inputs, finish, True)
             saved = {storage_of(tensor) for tensor in kept}
             meter.note_forward(inputs if self._recompute else kept, inputs, outputs)
-        meter.frees_inputs = self.writes.copies_inputs(graph=True) or any(
+        meter.frees_inputs = self.writes.to_inputs(graph=True) or any(
             x.requires_grad and storage_of(own) not in saved
             for x, own in zip(inputs, given, strict=True)
         )
@@ -658,45 +632,40 @@ class Layer:
             deferred
             or self.is_timed
             or measured is not None
-            or any(x._groups is not None and x._groups.watching for x in span.layers)
+            or any(layer._groups.watching for layer in span.layers)
             or any(adds_at_once(x.weight, x.x) for several in span.products for x in several)
         )
         for layer in span.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None
         has_gradient = len(span.layers) == 1 or span.has_gradient(gradients)
-        found, differentiable = self._run_backward(span, gradients, apart)
+        found = self._run_backward(span, gradients, apart)
         works = [layer.tape.take() for layer in span.layers]
-        for layer in span.layers:
-            if layer._groups is not None:
-                layer._groups.after_input(microbatch)
         if measured is not None:
             held = (tensor for _, holds in works[0] for tensor in holds)
             meter.note_backward(held, measured, not (self._recompute or in_pieces))
         for layer in span.layers:
+            layer._groups.after_input(microbatch)
             if layer.tape.taken is not None:
                 layer._warn_of_early_weights()
-        inside = list[tuple[Any, Any]]()
-        between = self.clock.mark() if apart and start is not None else None
+        between = self.clock.mark() if start is not None and apart and not deferred else None
         for layer, work in zip(reversed(span.layers), reversed(works), strict=True):
             if work:
                 layer._weight_work[microbatch] = work
             if not deferred:
                 layer._finish_weights(microbatch)
-        gradients_in = self._gradients_of(differentiable, found)
+        gradients_in = self._gradients_of(span.inputs, found)
         for layer in span.layers[1:]:
             if layer._marks_missing is None:
                 layer._marks_missing = not has_gradient
         if start is not None:
             end = self.clock.mark()
-            if between is not None and not deferred:
-                inside.append((between, end))
+            inside = [] if between is None else [(between, end)]
             self.marks.append((Kind.B if deferred else Kind.BW, start, end, inside))
         return gradients_in
 
     def _run_backward(
         self, span: Span[Layer], gradients: Tensors, apart: bool
-    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
-        """Returns the gradients of the inputs that require one, and these inputs."""
+    ) -> Sequence[Tensor | None]:
         for layer in span.layers:
             layer.tape.taking, layer.tape.deferred = True, apart
         first = not self.meter.has_measured
@@ -714,7 +683,7 @@ class Layer:
         finally:
             for layer in span.layers:
                 layer.tape.taking = False
-        return found, [x for x in span.inputs if x.requires_grad]
+        return found
 
     def _warn_of_early_weights(self) -> None:
         """Warns if B computes the gradients of most weights."""
@@ -757,8 +726,7 @@ class Layer:
     def _finish_weights(self, microbatch: int) -> None:
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
-        if self._groups is not None:
-            self._groups.after_weight(microbatch)
+        self._groups.after_weight(microbatch)
 
     def clear(self) -> None:
         """Drops the state that microbatches in flight left (after a failed step)."""
@@ -767,8 +735,7 @@ class Layer:
         self._weight_work.clear()
         self.tape.take()
         self.tape.products.clear()
-        if self._groups is not None:
-            self._groups.clear()
+        self._groups.clear()
         self.marks.clear()
 
 

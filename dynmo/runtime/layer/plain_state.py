@@ -80,7 +80,7 @@ def _contents(value: object) -> object:
 
 def _is_same(before: object, contents: object, now: object) -> bool:
     if isinstance(now, Tensor):
-        return isinstance(contents, Tensor) and has_same_bits(contents, now)
+        return has_same_bits(contents, now)
     if isinstance(now, _CONTAINERS):
         elements = tuple(cast("list[object]", now))
         return (

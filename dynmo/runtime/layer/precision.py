@@ -52,14 +52,8 @@ def dtype_for(precision: str, device: torch.device) -> torch.dtype:
         ConfigError: torch cannot train in this precision on the device.
     """
     dtype = PRECISIONS[precision]
-    check(dtype, device)
-    return dtype
-
-
-def check(dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.float32:
-        return
-    name = str(dtype).removeprefix("torch.")
+        return dtype
     try:
         if (
             device.type == "cuda"
@@ -75,6 +69,7 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
     except (RuntimeError, TypeError) as error:
         what = str(error).splitlines()[0]
         raise ConfigError(
-            f"train.precision = '{name}': torch {torch.__version__} cannot train in it on {device} "
-            f"({what}); use 'float32'"
+            f"train.precision = '{precision}': torch {torch.__version__} cannot train in it on "
+            f"{device} ({what}); use 'float32'"
         ) from None
+    return dtype

@@ -55,7 +55,7 @@ class Span(Generic[L]):
     """State that a microbatch keeps from F to B.
 
     Attributes:
-        inputs: The leaves of the graph that get a gradient. All inputs, if B runs F again.
+        inputs: The leaves of the graph that get a gradient.
         measured: All inputs, if their layer measures what this microbatch keeps.
         graph: Begin of the graph, or a function that builds it again, or that runs it in pieces.
         differentiable: Whether each output gets a gradient.
@@ -93,7 +93,7 @@ class Span(Generic[L]):
         graph = self.graph
         if isinstance(graph, InPieces):
             graph.run(gradients[0])
-            return [x.grad for x in self.inputs if x.requires_grad]
+            return [x.grad for x in self.inputs]
         assert not callable(graph), "it is built again before"
         apart = apart and not any(layer.is_reentrant for layer in self.layers)
         parts = [
@@ -102,8 +102,7 @@ class Span(Generic[L]):
             if apart
         ]
         self.products = []  # they would keep the inputs of linears until the whole graph has run
-        inputs = [x for x in self.inputs if x.requires_grad]
-        return run_graph(graph, _present(gradients), inputs, parts, apart)
+        return run_graph(graph, _present(gradients), self.inputs, parts, apart)
 
     def has_gradient(self, gradients: Tensors) -> bool:
         """Returns whether some output of the graph has a gradient."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.split import LOW
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
-from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.layer import Layer, as_tuple
 from dynmo.runtime.layer.pieces import Cutter, TokenPieces
 from dynmo.runtime.layer.span import Span, Tensors
 
@@ -123,8 +123,9 @@ class Stage:
                 pieces,
                 span,
             )
-            span = layer.take_open() if self.look is None else None
-            if self.look is not None:
+            if self.look is None:
+                span = layer.take_open()
+            else:
                 self.look(False, layer.index, microbatch, tensors)
         if span is not None:
             span.close()
@@ -169,8 +170,7 @@ class Stage:
             )
             raise RunError(f"the loss function returned {what}; it must return a scalar tensor")
         # The last layer may return several outputs.
-        outputs = cast("Tensor | tuple[object, ...]", output)
-        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        several = as_tuple(output)
         # F may run without its graph, to run again in B. An input that is handed on then still says
         # that it requires a gradient.
         if (
@@ -218,8 +218,7 @@ def _gradients(layer: Layer) -> list[Tensor | None]:
 
 def _zero(output: object) -> Tensor:
     """Returns a loss of 0 whose gradients are zeros."""
-    several = cast("Sequence[object]", output if isinstance(output, tuple | list) else (output,))
-    floats = [y for y in several if isinstance(y, Tensor) and y.is_floating_point()]
+    floats = [y for y in as_tuple(output) if isinstance(y, Tensor) and y.is_floating_point()]
     return torch.stack([y.reshape(-1)[:0].sum().float() for y in floats]).sum()
 
 

@@ -59,8 +59,9 @@ class Writes:
 
     # -- inputs and weights ------------------------------------------------------------------------
 
-    def copies_inputs(self, graph: bool) -> bool:
-        return self._to_inputs.get((graph, self._module.training), True)
+    def to_inputs(self, graph: bool) -> bool | None:
+        """Returns whether F writes to its inputs. None before the first F of its mode."""
+        return self._to_inputs.get((graph, self._module.training))
 
     def run(self, call: Call, inputs: Tensors, graph: bool) -> tuple[Tensors, Tensors]:
         """Runs F, with copies of its inputs if it writes to them.
@@ -68,7 +69,8 @@ class Writes:
         Returns:
             Its outputs, and the inputs that it was given.
         """
-        mode, copies = (graph, self._module.training), self.copies_inputs(graph)
+        known = self.to_inputs(graph)
+        copies = known is not False
         given = tuple([x.clone() for x in inputs]) if copies else inputs
         versions = [x._version for x in given]
         sums = graph and self._watches and self._to_weights is not False
@@ -81,15 +83,11 @@ class Writes:
             raise self._wrote(" or to a parameter") from error
         if weights is not None:
             self._look_at_weights(weights)
-        if mode not in self._to_inputs:
-            self._to_inputs[mode] = self._look_at_inputs(inputs, given)
+        if known is None:
+            self._to_inputs[graph, self._module.training] = self._look_at_inputs(inputs, given)
         elif not copies and versions != [x._version for x in given]:
             raise self._wrote()
         return outputs, given
-
-    def looks_at_inputs(self, graph: bool) -> bool:
-        """Returns whether the next F is the first of its mode."""
-        return (graph, self._module.training) not in self._to_inputs
 
     def _look_at_inputs(self, inputs: Tensors, copies: Tensors) -> bool:
         written = [_differs(x, copy) for x, copy in zip(inputs, copies, strict=True)]
@@ -148,7 +146,7 @@ class Writes:
         self.renew()
         if not first:
             return run(), buffers.written(before, waits=False) if keeps else {}
-        versions = buffers.versions()
+        versions = {key: (buffer, buffer._version) for key, buffer in buffers}
         state = PlainState(self._module) if self._watches else None
         outputs = run()
         written = buffers.written(before, waits=False)

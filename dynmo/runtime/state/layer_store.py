@@ -190,7 +190,12 @@ class LayerStore:
             self._options.seed,
             self._options.compiles,
             first_microbatch=self.world.replica * self.layout.microbatches,
-            groups=self._groups(index, module),
+            groups=AccumulationGroups(
+                gradient_parameters(module),
+                self.layout.microbatches,
+                self.accumulation_groups // self.world.replicas,
+                self.replicas.reduction(index),
+            ),
             others=partial(self._others, index),
             loss=self.model.loss if index == self.model.layers - 1 else None,
         )
@@ -243,15 +248,6 @@ class LayerStore:
 
     def _new_replicas(self) -> Replicas:
         return Replicas(self.world, self.model.tied, bool(self._sharing.zero))
-
-    def _groups(self, index: int, module: nn.Module) -> AccumulationGroups | None:
-        if self.accumulation_groups == 1:
-            return None
-        count = self.accumulation_groups // self.world.replicas
-        done = self.replicas.reduction(index)
-        return AccumulationGroups(
-            gradient_parameters(module), self.layout.microbatches, count, done
-        )
 
     def _drop(self, index: int) -> None:
         module = self.modules[index]

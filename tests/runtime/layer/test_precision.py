@@ -11,7 +11,7 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
-from dynmo.runtime.layer.precision import PRECISIONS, check, dtype_for, lower
+from dynmo.runtime.layer.precision import PRECISIONS, dtype_for, lower
 
 
 def test_only_float32_parameters_are_lowered() -> None:
@@ -64,7 +64,8 @@ def test_gradients_are_float32(dtype: torch.dtype, deferred: bool) -> None:
     assert 0 < float(bias[0]) - 1e4 < 0.1
 
 
-def test_only_supported_precisions_pass_the_check() -> None:
+def test_only_supported_precisions_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: dtype_for(name, torch.device("cpu")) for name in PRECISIONS} == PRECISIONS
+    monkeypatch.setitem(PRECISIONS, "float8_e4m3fn", torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"train.precision = 'float8_e4m3fn'"):
-        check(torch.float8_e4m3fn, torch.device("cpu"))
+        dtype_for("float8_e4m3fn", torch.device("cpu"))
