@@ -63,7 +63,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self._is_complete, self.code = False, groups.code
         self._known = [frozenset(group.options) for group in groups.groups]
         super().__init__(
-            [{"params": group.parameters, **group.options} for group in groups.groups],
+            [{"params": [*x.parameters.values()], **x.options} for x in groups.groups],
             groups.defaults,
         )
         self._is_complete = True

@@ -55,6 +55,10 @@ class Shared:
     ranges: tuple[tuple[int, int], ...]
     owned: bool
 
+    def length(self, replica: int) -> int:
+        low, high = self.ranges[replica]
+        return high - low
+
 
 def shares_of(
     module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
@@ -173,7 +177,7 @@ def _reduce(
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Reduces one bucket. Returns gradients missing here, and whether any has them."""
     absent = [s.parameter.grad is None for s in group]
-    flats = [_flat_gradient(s.parameter) for s in group]
+    flats = [flat_gradient(s.parameter) for s in group]
     # Not from a list, which on CUDA the host would wait for.
     flags = flats[0].new_ones(len(group))
     for i, none in enumerate(absent):
@@ -214,10 +218,7 @@ def gather_shares(
     peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str
 ) -> None:
     """Fills in the flats from the shares of all replicas."""
-    sizes = [
-        sum(high - low for low, high in (s.ranges[replica] for s in shares))
-        for replica in range(peers.size)
-    ]
+    sizes = [sum(s.length(replica) for s in shares) for replica in range(peers.size)]
     for replica, pieces in enumerate(peers.exchange([own] * peers.size, sizes, what)):
         _write(shares, flats, replica, pieces)
 
@@ -253,10 +254,7 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
     for dtype, group in groups.items():
         replicas = len(group[0].ranges)
         # Start of each parameter's part in a share, and behind them the length of the share.
-        starts = [
-            [0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))]
-            for i in range(replicas)
-        ]
+        starts = [[0, *accumulate(s.length(i) for s in group)] for i in range(replicas)]
         # Gradients are float32 if parameters are of lower precision.
         step = max(1, size // max(4, dtype.itemsize) // replicas)
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
@@ -273,7 +271,7 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
             yield bucket
 
 
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
     """Returns the gradient's own memory as a vector: zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)

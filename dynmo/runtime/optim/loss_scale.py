@@ -43,7 +43,7 @@ class LossScaler:
     @property
     def skips(self) -> bool:
         """Whether a step with bad gradients is skipped, because a lower scale may do."""
-        return self._window is not None and self.scale > 1
+        return self.dynamic and self.scale > 1
 
     def observe(self, finite: bool) -> None:
         """Adapts the scale after each step. `finite` is False only if the scaler `skips`."""
@@ -62,7 +62,7 @@ class LossScaler:
 
     def load(self, state: dict[str, float]) -> None:
         """Loads a checkpoint's state. A scale that stays is the config's."""
-        if self._window is not None:
+        if self.dynamic:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 
 

@@ -27,8 +27,6 @@ from dynmo.runtime.optim.trial import NUMBER
 NORM_BLOCK = 1 << 14
 _BLOCKS_AT_ONCE = 1 << 8
 _MASTER = "master"
-# Types of the tensors that stand for Python numbers.
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,10 @@ class Piece:
     def keep(self) -> None:
         """Copies everything that the next step will change."""
         if self.gradient() is not None:
-            state = {key: _copy(value) for key, value in self.state.items()}
+            state = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in self.state.items()
+            }
             self._kept = self.made().detach().clone(), state
 
     def restore(self) -> None:
@@ -212,9 +213,8 @@ class LayerOptimizer:
                 if isinstance(value, Tensor):
                     out[f"{name}/{key}"] = value.to(device).contiguous()
                 elif value is not None:
-                    out[f"{name}/{key}{NUMBER}"] = torch.tensor(
-                        value, dtype=_NUMBERS.get(type(value)), device=device
-                    )
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    out[f"{name}/{key}{NUMBER}"] = torch.tensor(value, dtype=dtype, device=device)
         return out
 
     def moments(self, name: str) -> tuple[str, ...]:
@@ -274,14 +274,9 @@ def pieces_of(layers: Iterable[LayerOptimizer]) -> Iterator[Piece]:
     return (piece for layer in layers for piece in layer.pieces.values())
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     """Returns the sum of squares in float64 over fixed blocks, in the order given."""
-    sums = [s for gradient in gradients if gradient is not None for s in _sums_of(gradient)]
-    return fold_blocks(torch.cat(sums).tolist() if sums else ())
+    return fold_blocks(block_sums(*(each for each in gradients if each is not None)))
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
@@ -292,9 +287,9 @@ def fold_blocks(blocks: Iterable[float]) -> float:
     return total
 
 
-def block_sums(gradient: Tensor) -> list[float]:
-    """Returns the sum of squares of each norm block of a gradient or a part of it."""
-    sums = _sums_of(gradient)
+def block_sums(*gradients: Tensor) -> list[float]:
+    """Returns the sum of squares of each norm block of gradients or parts of them."""
+    sums = [s for gradient in gradients for s in _sums_of(gradient)]
     return torch.cat(sums).tolist() if sums else []
 
 

@@ -61,7 +61,7 @@ class Group:
         number: Its place among the groups.
         options: All options that the optimizer has at first.
         given: The options that the group rule gave.
-        names: Names of the parameters.
+        parameters: On "meta", by name.
     """
 
     make: Make = AdamW
@@ -69,14 +69,13 @@ class Group:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     number: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def dims(self) -> list[int]:
         """Numbers of dimensions of the parameters that train."""
-        return sorted({p.dim() for p in self.parameters if p.requires_grad})
+        return sorted({p.dim() for p in self.parameters.values() if p.requires_grad})
 
     def state(self, dims: int) -> Mapping[str, Any]:
         """Returns the state of a small parameter with so many dimensions."""
@@ -175,7 +174,7 @@ class ParameterGroups:
     def texts(self) -> list[str]:
         """Returns what must be the same on all ranks."""
         return [
-            f"{name_of(group.make)} {sorted(group.options.items())} {group.names}"
+            f"{name_of(group.make)} {sorted(group.options.items())} {[*group.parameters]}"
             for group in self.groups
         ]
 
@@ -213,8 +212,7 @@ class ParameterGroups:
         if group is None:
             group = Group(make, given, device, len(self.groups))
             self.groups.append(group)
-        group.names.append(name)
-        group.parameters.append(meta)
+        group.parameters[name] = meta
         return group
 
     def _given(self, name: str, meta: nn.Parameter) -> dict[str, Any]:
@@ -273,8 +271,8 @@ def _check_known(group: Group, known: Collection[str]) -> None:
         if fused_class(group.make) is not None:
             optimizer = f"dynmo's {optimizer.lower()}"
         raise ConfigError(
-            f"groups: {group.names[0]} gets {unknown!r}, which {optimizer} does not know; it knows "
-            f"{', '.join(known)}"
+            f"groups: {next(iter(group.parameters))} gets {unknown!r}, which {optimizer} does not "
+            f"know; it knows {', '.join(known)}"
         )
 
 
@@ -283,9 +281,7 @@ def _try_one(group: Group, dims: int) -> None:
     try:
         group.state(dims)
     except ConfigError as error:
-        first = next(
-            name for name, p in zip(group.names, group.parameters, strict=True) if p.dim() == dims
-        )
+        first = next(name for name, p in group.parameters.items() if p.dim() == dims)
         raise ConfigError(
             f"{error} (tried for {first}; groups can give parameters another optimizer)"
         ) from error.__cause__

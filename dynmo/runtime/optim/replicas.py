@@ -35,10 +35,9 @@ class Replicas:
     """
 
     def __init__(self, world: World, tied: Sequence[Pair], sharded: bool) -> None:
-        self._world, self._tied, self._sharded = world, tied, sharded
-        # The reducer, if there are other replicas. The shares say, for each own layer, which
-        # replica sums and updates which part.
-        self._reducer = Reducer(world.peers) if world.replicas > 1 else None
+        self._tied, self._sharded = tied, sharded
+        self.renew(world)
+        # They say, for each own layer, which replica sums and updates which part.
         self._shares: dict[int, list[Shared]] = {}
         # Weights of each own layer that are spread over the replicas.
         self.spread: dict[int, list[SpreadWeight]] = {}
@@ -127,6 +126,7 @@ class Replicas:
     def renew(self, world: World) -> None:
         """Goes on with the same replicas, which have met anew."""
         self._world = world
+        # There is one if there are other replicas.
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.split import LOW, zero_gradient
+from dynmo.kernels.split import gradient_dtype
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.gradient_reduction import Shared, buckets
+from dynmo.runtime.optim.gradient_reduction import Shared, buckets, flat_gradient
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
 
@@ -77,8 +77,7 @@ def _reduce(
     """
     me, replicas = peers.rank, range(peers.size)
     like = weights[0].parameter
-    dtype = torch.float32 if like.dtype in LOW else like.dtype
-    empty = torch.empty(0, dtype=dtype, device=like.device)
+    empty = torch.empty(0, dtype=gradient_dtype(like), device=like.device)
     held = [weight for weight in weights if weight.held]
     flags = {
         (weight.name, source): empty.new_full((1,), parameter.grad is not None)
@@ -92,35 +91,24 @@ def _reduce(
             for weight in held
             for source in (weight.sources[me] if weight.sources[replica] else ())
             for piece in (
-                _flat(weight.gradients[source])[slice(*weight.ranges[replica])],
+                flat_gradient(weight.gradients[source])[slice(*weight.ranges[replica])],
                 flags[weight.name, source],
             )
         ]
         for replica in replicas
     ]
     # A row for each replica whose rows the sender computes, and its flag.
-    sizes = [sum((_length(w, me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
+    sizes = [sum((w.length(me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
     arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
     sums = _sums(held, arrived, me)
     parts = [[sums[w.name][:-1] for w in held if w.sources[i]] for i in replicas]
-    sizes = [sum(_length(w, i) for w in held) for i in replicas]
+    sizes = [sum(w.length(i) for w in held) for i in replicas]
     arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
     for replica, received in enumerate(arrived):
-        pieces = received.split([_length(weight, replica) for weight in held])
+        pieces = received.split([weight.length(replica) for weight in held])
         for weight, own in zip(held, pieces, strict=True):
-            _flat(weight.parameter)[slice(*weight.ranges[replica])] = own
+            flat_gradient(weight.parameter)[slice(*weight.ranges[replica])] = own
     return [(weight.parameter, sums[weight.name][-1].clone()) for weight in absent]
-
-
-def _length(weight: SpreadWeight, replica: int) -> int:
-    low, high = weight.ranges[replica]
-    return high - low
-
-
-def _flat(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = zero_gradient(parameter)
-    return parameter.grad.view(-1)
 
 
 def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -> dict[str, Tensor]:
@@ -130,8 +118,8 @@ def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -
         start = 0
         for weight in weights:
             for source in weight.sources[replica]:
-                rows[weight.name][source] = received[start : start + _length(weight, me) + 1]
-                start += _length(weight, me) + 1
+                end = start + weight.length(me) + 1
+                rows[weight.name][source], start = received[start:end], end
     return {name: _sum(name, own, len(arrived)) for name, own in rows.items()}
 
 

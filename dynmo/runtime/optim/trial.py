@@ -215,8 +215,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _checked(name: str, key: str, value: object) -> object:
     """Returns a state that can move and be saved."""
     is_tensor = isinstance(value, Tensor)
-    known = str(value.dtype).removeprefix("torch.") in DTYPES if is_tensor else False
-    if not known and not isinstance(value, bool | int | float):
+    if not (value.dtype in DTYPES.values() if is_tensor else isinstance(value, int | float)):
         kind = value.dtype if is_tensor else f"a {type(value).__name__}"
         raise ConfigError(
             f"optimizer: {name} keeps {key!r}, {kind}, which can neither move nor be saved; use "
