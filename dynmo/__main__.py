@@ -4,7 +4,7 @@ import sys
 from typing import NoReturn
 
 from dynmo.cli import main
-from dynmo.elastic.launcher.ending import end_process
+from dynmo.elastic.launcher.environment import end_process
 from dynmo.errors import Interrupted
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 from dynmo.cli import main
 from dynmo.config import Config, parse
-from dynmo.elastic.managers.choose import parks
+from dynmo.elastic.managers import parks
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.runtime.comm.world import World
 from dynmo.train.joining import come_back

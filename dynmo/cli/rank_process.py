@@ -46,7 +46,7 @@ def check_input(config: Config) -> None:
     """Checks the config without torch, before anything is made or overwritten."""
     from dynmo.data.corpus import check_vocab, open_corpus
     from dynmo.data.token_file import TokenFile
-    from dynmo.elastic.managers.choose import make_manager
+    from dynmo.elastic.managers import make_manager
 
     source = config.data.source
     if config.model.kind not in ("emulated", "hf") and not source.startswith("tokens:"):
@@ -55,7 +55,7 @@ def check_input(config: Config) -> None:
         open_corpus(source)
     if source.startswith("tokens:"):
         TokenFile(Path(source.removeprefix("tokens:")))
-    make_manager(config.elastic, {})
+    make_manager(config.elastic)
 
 
 def with_known_steps(config: Config, as_json: bool) -> Config:

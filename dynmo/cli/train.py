@@ -247,7 +247,7 @@ def _join(config: Config, may_start: bool) -> int | None:
     if may_start and not (folder / "rendezvous.json").is_file():
         return None
     with described_errors(None):
-        from dynmo.elastic.joining import RunGone
+        from dynmo.elastic.newcomer import RunGone
         from dynmo.train.joining import join_run
 
         try:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, DynmoError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
 from dynmo.runtime.comm.deadline import call_with_limit
@@ -131,7 +131,7 @@ class JoinRequests:
     def text(self, ticket: int) -> str:
         return self._waiting[ticket].text
 
-    def grant(self, tickets: Sequence[int], texts: Sequence[str]) -> None:
+    def let_in(self, tickets: Sequence[int], texts: Sequence[str]) -> None:
         for ticket, text in zip(tickets, texts, strict=True):
             del self._waiting[ticket]
             self._send(f"grant/{ticket}", text)
@@ -232,14 +232,14 @@ def _told() -> Iterator[None]:
         ) from None
 
 
-def join_request_text(member: Member, identity: Identity) -> str:
-    return json.dumps({"member": asdict(member), "identity": identity.model_dump()})
+def newcomer_text(place: RankPlace, identity: Identity) -> str:
+    return json.dumps({"place": asdict(place), "identity": identity.model_dump()})
 
 
-def join_request_from(text: str) -> tuple[Member, Identity]:
-    """Reads the text of `join_request_text`."""
+def newcomer_from(text: str) -> tuple[RankPlace, Identity]:
+    """Reads the text of `newcomer_text`."""
     try:
         record = json.loads(text)
-        return Member(**record["member"]), identity_from(record["identity"])
+        return RankPlace(**record["place"]), identity_from(record["identity"])
     except (ValueError, TypeError, LookupError):
         raise RunError("what it says of itself cannot be read") from None

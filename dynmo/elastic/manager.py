@@ -1,14 +1,13 @@
-"""The protocols of resource managers and of starters of processes.
+"""The protocols of resource managers: start ranks, give ranks back, watch both.
 
-A `Manager` is rank 0's side of a resource manager. It gives ranks back, and asks for more.
+A `Manager` is rank 0's side. Its calls come between two steps, and none waits for the manager.
+Longer work runs beside the training, and its end is a report.
 
-    rank 0       release(left, stay)         request(2)                      reports()
-    manager        frees their nodes           starts `dynmo train --join`     results of both
+    rank 0       give_back(left, stay)        start(2)                        watch()
+    manager        frees their nodes            starts `dynmo train --join`     results of both
 
-Rank 0 calls every method between two steps. No method waits for the manager. Longer work runs
-beside the training, and its end is a report.
-
-A `Starter` is the launcher's side. It starts processes on this machine, under Slurm or under Ray.
+A `Starter` is the launcher's side. It starts single processes on this machine, under Slurm or under
+Ray. Each `RankProcess` says how it goes on.
 """
 
 from __future__ import annotations
@@ -18,21 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
+
+Kind = Literal["released", "started", "failed"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a release or a request.
+    """The result of `give_back` or `start`.
 
     Attributes:
-        kind: "released", "started" (ranks that may join soon), or "failed".
+        kind: "released", "started" (newcomers that may join soon), or "failed".
         what: One line about the result. After a failure it says what went wrong and what to do.
-        ranks: Number of ranks of the release or the request.
+        ranks: Number of ranks that were given back or started.
         seconds: Seconds that the manager took.
     """
 
-    kind: Literal["released", "started", "failed"]
+    kind: Kind
     what: str
     ranks: int = 0
     seconds: float = 0.0
@@ -45,19 +46,19 @@ class Manager(Protocol):
     def name(self) -> str: ...
 
     @property
-    def can_request(self) -> bool:
-        """True if `request` starts ranks. If not, the user starts `dynmo train --join`."""
+    def can_start(self) -> bool:
+        """True if `start` starts ranks. If not, the user starts `dynmo train --join`."""
         ...
 
-    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
+    def start(self, count: int) -> None:
+        """Begins to start more processes that run `dynmo train CONFIG --join`."""
+        ...
+
+    def give_back(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> None:
         """Begins to give ranks back. Their processes have ended, end now, or are parked."""
         ...
 
-    def request(self, count: int) -> None:
-        """Begins to ask for more processes that run `dynmo train CONFIG --join`."""
-        ...
-
-    def reports(self) -> list[Report]:
+    def watch(self) -> list[Report]:
         """Returns the reports since the last call."""
         ...
 
@@ -76,7 +77,7 @@ class RankCommand:
         environment: The environment, without the variables that only the starter knows.
         log: Takes the output. None means the launcher's own output (rank 0).
         entered: The file that the process writes as it enters the run.
-        joins: True if the process joins a running run. False for the first ranks.
+        joins: True for a newcomer. False for the first ranks.
     """
 
     process: int
@@ -121,7 +122,7 @@ class Starter(Protocol):
         """
         ...
 
-    def released(self, processes: Sequence[RankProcess]) -> str:
+    def give_back(self, processes: Sequence[RankProcess]) -> str:
         """Gives back the resources of processes that left together and have ended. May block.
 
         Returns:

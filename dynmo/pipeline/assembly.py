@@ -24,7 +24,7 @@ from dynmo.schedule.catalogue import AUTO, SHAPES
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
-    from dynmo.elastic.grant import Grant
+    from dynmo.elastic.newcomer import NewcomerState
     from dynmo.plan.partition import RecomputeRule
     from dynmo.runtime.engine.options import Shapes
 
@@ -99,7 +99,7 @@ def join_engine(
     world: World,
     model: Model,
     cases: Sequence[Dynamism],
-    grant: Grant,
+    newcomer: NewcomerState,
     limit: Limit,
 ) -> Engine:
     """Makes this process a rank of a running pipeline, whose ranks grow meanwhile."""
@@ -107,19 +107,21 @@ def join_engine(
         options,
         world,
         model,
-        Partition(grant.layers_before),
+        Partition(newcomer.layers_before),
         limit,
-        grant.shape_before,
-        grant.state["schedule"],
+        newcomer.shape_before,
+        newcomer.state["schedule"],
     )
-    restore_state(engine, grant.state, cases)
-    engine.schedule_keeper.known = grant.known_costs
+    restore_state(engine, newcomer.state, cases)
+    engine.schedule_keeper.known = newcomer.costs
     Actions(engine).arrive(
-        grant.rank,
-        grant.size,
-        grant.generation,
-        NextMesh(*grant.shape, Partition(grant.layers), grant.microbatches),
+        newcomer.rank,
+        newcomer.shape[0] * newcomer.shape[1],
+        newcomer.generation,
+        NextMesh(*newcomer.shape, Partition(newcomer.layers), newcomer.microbatches),
         join_timeout=options.elastic.join_timeout,
-        groups={layer: GroupPlacement(holders, options.expert) for layer, holders in grant.groups},
+        groups={
+            layer: GroupPlacement(holders, options.expert) for layer, holders in newcomer.groups
+        },
     )
     return engine

@@ -1,6 +1,6 @@
 """Decides before a step how many ranks a run has, and changes the ranks.
 
-    rank 0    looks for processes that wait to join, and asks the manager (`elastic/rank_source.py`)
+    rank 0    looks for processes that wait to join, and asks the manager (`elastic/newcomers.py`)
     all       see in a step's flags that rank 0 wants a decision, decide alike, shrink or grow
 
 A planned mesh (`elastic.reshape_at`) is followed at its step. `elastic.repack` and
@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from dynmo.elastic.grant import Grant, cost_records
-from dynmo.elastic.launch_folder import tell_launcher
-from dynmo.elastic.member import Member, count_text, describe, member_from, member_text, own_member
-from dynmo.elastic.rank_source import RankSource
+from dynmo.elastic.newcomer import NewcomerState
+from dynmo.elastic.newcomers import Newcomers
+from dynmo.elastic.place import RankPlace, count_text, own_place, place_from
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
@@ -72,11 +71,11 @@ class Elasticity:
         options: PipelineOptions,
         pipeline: Engine,
         rebalancer: Rebalancer,
-        source: RankSource | None,
+        newcomers: Newcomers | None,
         reference: float | None = None,
     ) -> None:
         self.options, self._pipeline, self._rebalancer = options, pipeline, rebalancer
-        self._source, self.reference = source, reference
+        self._newcomers, self.reference = newcomers, reference
         self._called = False  # rank 0 wants to decide
         # A planned mesh whose newcomers did not come.
         self._postponed: tuple[int, int] | None = None
@@ -101,8 +100,8 @@ class Elasticity:
     def enroll(self) -> None:
         """Sends this rank's place to the others. Called when the ranks have met anew."""
         world = self._everyone
-        text = member_text(own_member(world.rank))
-        tell_all(world.store, "member", world.rank, text, world.timeout)
+        text = own_place(world.rank).to_text()
+        tell_all(world.store, "place", world.rank, text, world.timeout)
 
     @property
     def gpu_seconds_returned(self) -> float:
@@ -114,18 +113,20 @@ class Elasticity:
     def take_events(self, step: int) -> list[Event]:
         """Returns the events since the last call, on rank 0."""
         events, self._events = self._events, []
-        return [*(self._source.take_events(step) if self._source is not None else ()), *events]
+        return [*(() if self._newcomers is None else self._newcomers.take_events(step)), *events]
 
     def close(self) -> None:
         """Tells all waiting processes that the run is over."""
-        if self._source is not None:
-            self._source.close()
+        if self._newcomers is not None:
+            self._newcomers.close()
 
     # -- hearing -----------------------------------------------------------------------------------
 
     def call(self) -> int:
         """Returns this rank's part of the next flag: LOOK if all ranks shall decide."""
-        return LOOK if self._source is not None and self._is_welcome(self._source.look()) else 0
+        return (
+            LOOK if self._newcomers is not None and self._is_welcome(self._newcomers.look()) else 0
+        )
 
     def _is_welcome(self, waiting: int) -> bool:
         elastic, size = self.options.elastic, self._everyone.size
@@ -184,11 +185,7 @@ class Elasticity:
             return self._planned(step)
         if not self._rebalancer.measured:
             return None
-        return self._ask_planner(
-            step,
-            self._everyone.size
-            + self._shared(self._source.waiting if self._source is not None else 0),
-        )
+        return self._ask_planner(step, self._everyone.size + self._newcomers_waiting())
 
     def _planned(self, step: int) -> _Plan | None:
         """Returns the config's mesh for this step, unless its newcomers do not come."""
@@ -203,7 +200,7 @@ class Elasticity:
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
         elastic, size = self.options.elastic, self._everyone.size
-        nodes = [member.node for member in self._members()]
+        nodes = [place.node for place in self._places()]
         rules = rules_of(self.options, self._pipeline, "ranks")
         rules = replace(rules, there=there, most=self._most)
         decision = self._rebalancer.decide(step, rules, nodes, self.reference)
@@ -211,8 +208,8 @@ class Elasticity:
             self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {decision.refusal}"))
             return None
         self.reference, self._wanted = decision.reference, decision.ranks
-        if self._source is not None and elastic.changes_ranks and decision.ranks > there:
-            self._source.request(decision.ranks - size - self._source.waiting)
+        if self._newcomers is not None and elastic.changes_ranks and decision.ranks > there:
+            self._newcomers.start(decision.ranks - size - self._newcomers.waiting)
         self._refused = there - size
         if not decision.verdict.pays:
             return None
@@ -225,102 +222,87 @@ class Elasticity:
         """Waits until all missing newcomers are there. Returns the number of present ones."""
         world = self._everyone
         join_timeout = min(self.options.elastic.join_timeout, 0.8 * world.timeout)
-        if self._source is not None:
+        if self._newcomers is not None:
             end = time.monotonic() + join_timeout
-            if self._source.look(at_once=True) < missing:
-                self._source.request(missing - self._source.waiting)
-            while self._source.look(at_once=True) < missing and time.monotonic() < end:
+            if self._newcomers.look(at_once=True) < missing:
+                self._newcomers.start(missing - self._newcomers.waiting)
+            while self._newcomers.look(at_once=True) < missing and time.monotonic() < end:
                 time.sleep(0.02)
-        there = self._shared(0 if self._source is None else self._source.waiting)
+        there = self._newcomers_waiting()
         if there < missing:
-            what = (
-                f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join), and "
-                f"{there} came"
-            )
-            if self._source is not None:
-                self._source.miss()
-            self._tell(
-                FaultEvent(
-                    step,
-                    f"{what}; the run goes on with {world.size}, and takes the others when they "
-                    "come",
-                )
-            )
+            if self._newcomers is not None:
+                self._newcomers.miss()
+            came = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join)"
+            goes_on = f"the run goes on with {world.size}, and takes the others when they come"
+            self._tell(FaultEvent(step, f"{came}, and {there} came; {goes_on}"))
         return there
 
-    def _shared(self, number: int) -> int:
-        """Returns rank 0's number on every rank."""
-        world = self._everyone
-        table = torch.tensor([number if world.rank == 0 else 0])
-        return int(world.sum(table, "rank 0 to say who waits to join"))
+    def _newcomers_waiting(self) -> int:
+        """Returns the number of waiting newcomers, on every rank."""
+        table = torch.tensor([0 if self._newcomers is None else self._newcomers.waiting])
+        return int(self._everyone.sum(table, "rank 0 to say who waits to join"))
 
-    def _members(self) -> list[Member]:
+    def _places(self) -> list[RankPlace]:
         world = self._everyone
-        return [
-            member_from(text) for text in read_all(world.store, "member", world.size, world.timeout)
-        ]
+        return [*map(place_from, read_all(world.store, "place", world.size, world.timeout))]
 
     # -- acting ------------------------------------------------------------------------------------
 
     def _shrink(self, step: int, plan: _Plan) -> bool:
-        pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
-        rank = world.rank
-        before = world.size
-        shape = pipeline.store.layout.shape
-        members = self._members()
-        kept = self._kept([member.node for member in members], plan)
-        left = [member for member in members if member.rank not in kept]
-        generation = world.generation + 1
+        pipeline, start = self._pipeline, time.perf_counter()
+        rank, before = self._everyone.rank, (self._everyone.size, pipeline.store.layout.shape)
+        places = self._places()
+        kept = self._kept([place.node for place in places], plan)
         try:
             migration = Actions(pipeline).shrink(kept, plan.mesh)
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
-            self._tell(FaultEvent(step, f"the run keeps its {before} ranks: {error}"))
+            self._tell(FaultEvent(step, f"the run keeps its {len(places)} ranks: {error}"))
             return False
         self.left = rank not in kept
-        if self.left or self._source is not None:
-            tell_launcher(left, generation)
         if self.left:
             return True
-        sizes = self._account(before, plan)
-        if self._source is not None:
-            self._source.release(left, [member for member in members if member.rank in kept])
-        event = partial(
-            RepackEvent,
-            micro_batch=sizes,
-            predicted_slowdown=None if plan.gain is None else -plan.gain,
-            left=tuple(map(describe, left)),
-        )
-        self._on_resize(step, plan, before, shape, migration, start, event)
+        left = [place for place in places if place.rank not in kept]
+        if self._newcomers is not None:
+            self._newcomers.on_resize([places[rank] for rank in kept], left)
+        slowdown, names = None if plan.gain is None else -plan.gain, tuple(map(str, left))
+        event = partial(RepackEvent, predicted_slowdown=slowdown, left=names)
+        self._on_resize(step, plan, before, migration, start, event)
         return True
 
     def _on_resize(
         self,
         step: int,
         plan: _Plan,
-        before: int,
-        shape: tuple[int, ...],
+        before: tuple[int, tuple[int, ...]],
         migration: Migration,
         start: float,
         event: Callable[..., Event],
     ) -> None:
-        seconds = time.perf_counter() - start
+        """Counts, takes up the plan's microbatches, and tells. `before` is the former size."""
+        seconds, size = time.perf_counter() - start, self.options.samples
+        if plan.mesh.microbatches != self.options.all_microbatches:
+            self.options = self.options.with_microbatches(plan.mesh.microbatches)
+            self._rebalancer.use(self.options)
+        moment = time.monotonic()
+        self._returned += (self._most - before[0]) * (moment - self._since)
+        self._since, self._most = moment, max(self._most, plan.ranks)
+        self._wanted, self._refused, self._called = None, 0, False
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
-        self._tell(
-            result,
-            event(
-                step,
-                id=number,
-                ranks_before=before,
-                ranks_after=plan.ranks,
-                source=shape,
-                target=plan.shape,
-                layers=plan.mesh.partition.counts,
-                moved_bytes=migration.moved_bytes,
-                seconds=seconds,
-                reason=plan.reason,
-            ),
+        told = event(
+            step,
+            id=number,
+            ranks_before=before[0],
+            ranks_after=plan.ranks,
+            source=before[1],
+            target=plan.shape,
+            micro_batch=(size, self.options.samples),
+            layers=plan.mesh.partition.counts,
+            moved_bytes=migration.moved_bytes,
+            seconds=seconds,
+            reason=plan.reason,
         )
+        self._tell(result, told)
         self.enroll()
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
@@ -338,12 +320,11 @@ class Elasticity:
 
     def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
-        before, shape = self._everyone.size, pipeline.store.layout.shape
-        newcomers = plan.ranks - before
-        joined = self._invite(step, plan, newcomers, state())
+        before = (self._everyone.size, pipeline.store.layout.shape)
+        joined = self._let_in(step, plan, state())
         try:
             migration = Actions(pipeline).grow(
-                newcomers, plan.mesh, self.options.elastic.join_timeout
+                plan.ranks - before[0], plan.mesh, self.options.elastic.join_timeout
             )
         except ResizeFailed as error:
             self._postponed = plan.shape
@@ -351,63 +332,45 @@ class Elasticity:
             self._tell(FaultEvent(step, str(error)))
             self.enroll()
             return True
-        sizes = self._account(before, plan)
-        self._most = max(self._most, plan.ranks)
-        event = partial(
-            GrowEvent,
-            micro_batch=sizes,
-            predicted_gain=plan.gain,
-            joined=tuple(map(describe, joined)),
-            gpu_seconds_returned=self.gpu_seconds_returned,
-        )
-        self._on_resize(step, plan, before, shape, migration, start, event)
+        if self._newcomers is not None:
+            self._newcomers.on_resize([*self._places_before, *joined])
+        names = tuple(map(str, joined))
+
+        def event(step: int, **told: Any) -> Event:
+            returned = self.gpu_seconds_returned
+            return GrowEvent(
+                step, predicted_gain=plan.gain, joined=names, gpu_seconds_returned=returned, **told
+            )
+
+        self._on_resize(step, plan, before, migration, start, event)
         return True
 
-    def _invite(
-        self, step: int, plan: _Plan, newcomers: int, state: dict[str, Any]
-    ) -> list[Member]:
-        if self._source is None:
+    def _let_in(self, step: int, plan: _Plan, state: dict[str, Any]) -> list[RankPlace]:
+        """Lets the newcomers of a plan in, on rank 0. Returns where they run."""
+        if self._newcomers is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
-        spread = CaseContext(pipeline).spread
+        self._places_before = self._places()
+        layout, spread = pipeline.store.layout, CaseContext(pipeline).spread
         groups = {} if spread is None else spread.placements
-        grants = [
-            Grant(
-                rank=size + place,
-                size=plan.ranks,
-                generation=self._everyone.generation + 1,
-                step=step,
-                shape=plan.shape,
-                layers=plan.mesh.partition.counts,
-                shape_before=(pipeline.store.layout.shape[0], pipeline.store.layout.shape[1]),
-                layers_before=pipeline.store.layout.partition.counts,
-                state=state,
-                costs=cost_records(pipeline.schedule_keeper.known),
-                reference=self.reference,
-                microbatches=plan.mesh.microbatches,
-                groups=tuple(
-                    (layer, placement.holders) for layer, placement in sorted(groups.items())
-                ),
-            )
-            for place in range(newcomers)
-        ]
-        return self._source.grant([each.to_text() for each in grants])
-
-    def _account(self, before: int, plan: _Plan) -> tuple[int, int]:
-        """Counts the GPU-seconds of absent ranks so far, and takes up the plan's microbatches.
-
-        Returns:
-            Samples of a microbatch until now, and from now on.
-        """
-        size = self.options.samples
-        if plan.mesh.microbatches != self.options.all_microbatches:
-            self.options = self.options.with_microbatches(plan.mesh.microbatches)
-            self._rebalancer.use(self.options)
-        moment = time.monotonic()
-        self._returned += (self._most - before) * (moment - self._since)
-        self._since = moment
-        self._wanted, self._refused, self._called = None, 0, False
-        return size, self.options.samples
+        message = NewcomerState(
+            rank=size,
+            generation=self._everyone.generation + 1,
+            step=step,
+            shape=plan.shape,
+            layers=plan.mesh.partition.counts,
+            shape_before=(layout.shape[0], layout.shape[1]),
+            layers_before=layout.partition.counts,
+            state=state,
+            costs=pipeline.schedule_keeper.known,
+            reference=self.reference,
+            microbatches=plan.mesh.microbatches,
+            groups=tuple((layer, each.holders) for layer, each in sorted(groups.items())),
+        )
+        ranks = range(size, plan.ranks)
+        return self._newcomers.let_in(
+            [message.model_copy(update={"rank": rank}).to_text() for rank in ranks]
+        )
 
     def _tell(self, *events: Event | None) -> None:
         self._events += [event for event in events if event is not None]

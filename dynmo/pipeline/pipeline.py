@@ -336,24 +336,24 @@ class Pipeline:
             self._optimizer.restore(older if state.groups is None else state.groups)
 
     def _take_up(self, text: str) -> None:
-        """Becomes a rank of a running training, by rank 0's grant."""
-        from dynmo.elastic.grant import grant_from
+        """Becomes a rank of a running training, by rank 0's message."""
+        from dynmo.elastic.newcomer import state_from
 
-        grant = grant_from(text)
-        state = grant.state
+        newcomer = state_from(text)
+        state = newcomer.state
         self._cases = self._make_cases()
-        if grant.microbatches != self._options.all_microbatches:
-            self._options = self._options.with_microbatches(grant.microbatches)
+        if newcomer.microbatches != self._options.all_microbatches:
+            self._options = self._options.with_microbatches(newcomer.microbatches)
         # First, because all other ranks wait while this one joins.
         self._shapes = self._known_shapes(is_new=False)
         self._engine = join_engine(
-            self._options, self._world, self._model, self._cases, grant, self._memory_limit
+            self._options, self._world, self._model, self._cases, newcomer, self._memory_limit
         )
-        self._loop = self._make_loop(grant.step, state["loss"], state["moves"], joined=True)
+        self._loop = self._make_loop(newcomer.step, state["loss"], state["moves"], joined=True)
         if self._options.learning_rate is None:
             self._optimizer.restore(state["groups"])
         self._before = None
-        self._watch(grant.reference)
+        self._watch(newcomer.reference)
 
     def __repr__(self) -> str:
         if "_loop" not in vars(self) or self._loop.left:
@@ -397,11 +397,14 @@ class Pipeline:
         """Watches ranks and ops, if that is wanted."""
         loop, engine = self._loop, self._engine
         if self._watches_ranks:
-            from dynmo.elastic.rank_source import make_source
+            from dynmo.elastic.newcomers import Newcomers
             from dynmo.pipeline.elasticity import Elasticity
 
-            source = make_source(loop.options.elastic, self._world, self.identity)
-            loop.elastic = Elasticity(loop.options, engine, loop.rebalancer, source, reference)
+            opens = self._world.rank == 0 and self._world.home is not None
+            newcomers = (
+                Newcomers(loop.options.elastic, self._world, self.identity) if opens else None
+            )
+            loop.elastic = Elasticity(loop.options, engine, loop.rebalancer, newcomers, reference)
         if self._trace:
             from dynmo.pipeline.trace import Tracer
 
@@ -733,7 +736,7 @@ class Pipeline:
             ConfigError: This process differs from the training in its model, code or versions.
             WaitTimeout: Rank 0 gives no sign of life.
         """
-        from dynmo.elastic.joining import join
+        from dynmo.elastic.newcomer import join
 
         if not self.left:
             raise RunError("this process is a rank already; call join() if pipeline.left is true")

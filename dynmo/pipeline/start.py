@@ -133,7 +133,7 @@ def init(
         prepare_cuda(2 if join else place.size)
         _use_cuda(device)
     if join:
-        from dynmo.elastic.joining import outside_world
+        from dynmo.elastic.newcomer import outside_world
 
         if rendezvous is None:
             raise ConfigError("join=True needs the file that rank 0 wrote: rendezvous=FILE")

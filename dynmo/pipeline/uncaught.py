@@ -12,7 +12,7 @@ import sys
 import threading
 from types import TracebackType
 
-from dynmo.elastic.launcher.ending import end_process
+from dynmo.elastic.launcher.environment import end_process
 from dynmo.errors import DynmoError, place
 from dynmo.runtime.comm.world import World
 

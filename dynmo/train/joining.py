@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dynmo.config import load
-from dynmo.elastic.joining import outside_world
-from dynmo.elastic.managers.choose import parks
+from dynmo.elastic.managers import parks
+from dynmo.elastic.newcomer import outside_world
 from dynmo.errors import ConfigError
 from dynmo.train.setup import device_for, model_of
 from dynmo.train.stop_flag import stop_flag

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from dynmo.config import Config
-from dynmo.elastic.managers.choose import parks
+from dynmo.elastic.managers import parks
 from dynmo.errors import RunError
 from dynmo.files import write_whole
 from dynmo.runtime.comm.rendezvous import Rendezvous

@@ -12,22 +12,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from dynmo.elastic.launch_folder import LaunchFolder
+from dynmo.elastic.launch import FolderStore, LauncherManager
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 from dynmo.elastic.manager import Report
-from dynmo.elastic.managers.launcher import LauncherManager
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import DynmoError, RunError
 
 LIMIT = 40.0
 process = int(os.environ["DYNMO_PROCESS"])
 joins = "--join" in sys.argv
 here = Path(sys.argv[1])
-launch_folder = Path(os.environ["DYNMO_RENDEZVOUS"])
-manager = LauncherManager(launch_folder)
+manager = LauncherManager(FolderStore(Path(os.environ["DYNMO_RENDEZVOUS"])))
 signals: list[int] = []
 _reports: list[Report] = []
 
@@ -51,23 +49,26 @@ def heard(name: str) -> None:
     until(lambda: (here / name).exists(), name)
 
 
-def become_member(generation: int = 1) -> None:
-    """Says that this process is a rank now."""
-    LaunchFolder(launch_folder).become_member(process, generation)
+def places(processes: Iterable[int]) -> list[RankPlace]:
+    return [RankPlace(rank, "host", 0, process=each) for rank, each in enumerate(processes)]
 
 
-def release(*processes: int) -> None:
-    """Says as rank 0 that processes leave."""
-    for number in processes:
-        LaunchFolder(launch_folder).leave(number, 1)
-    manager.release([Member(number, "host", 0, process=number) for number in processes], [])
+def ranks_are(*processes: int) -> None:
+    """Says as rank 0 who is a rank now."""
+    manager.ranks_are(places(processes))
+
+
+def give_back(*processes: int, stay: Sequence[int]) -> None:
+    """Says as rank 0 that processes leave, and which ones stay."""
+    ranks_are(*stay)
+    manager.give_back(places(processes), places(stay))
 
 
 def reports(count: int) -> list[Report]:
     """Returns the first reports of the launcher as rank 0, once there are so many."""
 
     def enough() -> bool:
-        _reports.extend(manager.reports())
+        _reports.extend(manager.watch())
         return len(_reports) >= count
 
     until(enough, f"{count} reports, but has {_reports}")

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dynmo.elastic import join_requests
-from dynmo.elastic.join_requests import JoinRequests, Newcomer, join_request_from
+from dynmo.elastic.join_requests import JoinRequests, Newcomer, newcomer_from
 from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.runtime.comm import store as store_module
 from dynmo.runtime.comm.store import read_all
@@ -83,7 +83,7 @@ def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
     second = Waiting(home, "b")
     tickets = present(requests, 2)
     assert [requests.text(ticket) for ticket in tickets] == ["a", "b"]
-    requests.grant(tickets[:1], ["rank 2 of 3"])
+    requests.let_in(tickets[:1], ["rank 2 of 3"])
     assert first.end() == "rank 2 of 3"
     assert requests.present() == tickets[1:]
     requests.close()
@@ -138,7 +138,7 @@ def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(WaitTimeout, match="the store of the run"):
         requests.close()
     with pytest.raises(WaitTimeout, match="the store of the run"):
-        read_all(store, "member", 1, 0.01)
+        read_all(store, "place", 1, 0.01)
     with file.open("ab") as other:  # or torch's threads would go on reading in this process
         other.write(b"rest\0\0\0\0")
 
@@ -168,4 +168,4 @@ def test_closed_store_is_an_error() -> None:
 @pytest.mark.parametrize("text", ["", "\x1b[31m", "[]", "3", '{"rank": 1}', "{}"])
 def test_text_that_is_no_join_request_is_an_error(text: str) -> None:
     with pytest.raises(RunError, match="what it says of itself"):
-        join_request_from(text)
+        newcomer_from(text)

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from dynmo.elastic.join_requests import Newcomer, join_request_text
-from dynmo.elastic.member import own_member
+from dynmo.elastic.join_requests import Newcomer, newcomer_text
+from dynmo.elastic.place import own_place
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import migration
@@ -32,12 +32,12 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     loaded = parsed(config)
     identity = Trainer(loaded, world, model_of(loaded), None).pipeline.identity
     if newcomer == "stays away":
-        Newcomer(world.home, join_request_text(own_member(-1), identity), 20).wait()
+        Newcomer(world.home, newcomer_text(own_place(-1), identity), 20).wait()
         return {"left": True}
     if newcomer == "has other code":
         other = identity.model_copy(update={"code": {"own.py": "other"}})
         with pytest.raises(ConfigError) as refused:
-            Newcomer(world.home, join_request_text(own_member(-1), other), 20).wait()
+            Newcomer(world.home, newcomer_text(own_place(-1), other), 20).wait()
         return {"left": True, "error": str(refused.value)}
     if newcomer == "joins":
         return _come(world, config)

@@ -1,9 +1,13 @@
-"""The environment in which a rank starts."""
+"""The environment in which the process of a rank starts, and its end."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
 # first launch may wait until the device is idle, which such a receive prevents. Streams that share
@@ -60,3 +64,17 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
         for name, value in FOR_RANKS_ON_CUDA.items():
             env.setdefault(name, value)
     return env
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends a process without the finalization of Python and torch.
+
+    A thread of a process group may still be ending. Finalization would then abort the process,
+    although its work is done. It would also wait for threads that plan. Exit functions have run and
+    output is flushed.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # as on a closed pipe
+            stream.flush()
+    os._exit(status)

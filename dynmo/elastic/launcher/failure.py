@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.errors import InputError, Interrupted, RunError
 
 # The exit status of a rank that stopped on request. It is no failure, and other ranks may still
@@ -45,11 +45,13 @@ class Ending:
     reason: str = ""
 
 
-def read_failures(folder: LaunchFolder, resized: bool = False) -> dict[int, Failure]:
-    reports = {process: Failure(**report) for process, report in folder.failures().items()}
-    if resized:
-        return {process: replace(report, waits_for=()) for process, report in reports.items()}
-    return reports
+def read_failures(folder: Path) -> dict[int, Failure]:
+    """Returns what each process has said of its failure, in a file of the launch folder."""
+    return {
+        int(path.name.removeprefix("failed-")): Failure(**json.loads(path.read_text("utf-8")))
+        for path in folder.iterdir()
+        if path.name.startswith("failed-") and path.suffix != ".tmp"
+    }
 
 
 def verdict(
@@ -68,8 +70,8 @@ def verdict(
             if not (ended and reports[rank].weight > 1):
                 failures[rank] = reports[rank]
         elif ending.code not in (None, 0, STOPPED) and ending.code not in ours:
-            log = log_folder / f"rank-{rank}.log"
-            failures[rank] = Failure(1, 1, f"rank {rank} {how_it_ended(ending, log, rank == 0)}")
+            how = how_it_ended(ending, log_folder / f"rank-{rank}.log", rank == 0)
+            failures[rank] = Failure(1, 1, f"rank {rank} {how}")
     if failures:
         if not asked and all(failure.weight > 1 for failure in failures.values()):
             # The others have lost a rank that says nothing, such as one that a layer ended.
@@ -77,7 +79,11 @@ def verdict(
                 if ending.code == 0 and rank not in reports:
                     text = f"rank {rank} ended with status 0 before the run was over"
                     failures[rank] = Failure(1, 1, f"{text}, as if a layer called os._exit")
-        raise _error(failures)
+        cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
+        error = (InputError if cause.status == 2 else RunError)(cause.message)
+        if cause.trace:
+            error.add_note(f"The rank's own traceback:\n{cause.trace}")
+        raise error
     if not ended:
         return STOPPED if STOPPED in codes else 0
     if asked > 1:
@@ -91,23 +97,14 @@ def how_it_ended(ending: Ending, log: Path, on_terminal: bool = False) -> str:
     """Describes the end of a process without a report, such as "was ended by SIGABRT"."""
     code = ending.code
     assert code is not None
-    logged = log.is_file() and log.stat().st_size
     if ending.reason:
         return f"ended with status {code}: {ending.reason}"
     if code == -signal.SIGKILL:
         return "was ended by SIGKILL; out of memory?"
     if code < 0:
-        where = f"; see {log}" if logged else ""
+        where = f"; see {log}" if log.is_file() and log.stat().st_size else ""
         return f"was ended by {signal.Signals(-code).name}{where}"
     return f"ended with status {code}{'' if on_terminal else f'; see {log}'}"
-
-
-def _error(failures: Mapping[int, Failure]) -> RunError | InputError:
-    cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
-    error = (InputError if cause.status == 2 else RunError)(cause.message)
-    if cause.trace:
-        error.add_note(f"The rank's own traceback:\n{cause.trace}")
-    return error
 
 
 def _distance(rank: int, failures: Mapping[int, Failure]) -> tuple[int, bool, int]:

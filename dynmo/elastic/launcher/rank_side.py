@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
-from dynmo.elastic.launch_folder import LaunchFolder
 from dynmo.elastic.launcher.failure import Failure
 from dynmo.elastic.managers.local import STOP_SIGNALS
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
+from dynmo.files import write_whole
 
 _logger = logging.getLogger(__name__)
 
@@ -54,11 +56,13 @@ def _say_that_it_runs() -> None:
         about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         about["host"] = os.environ.get("SLURMD_NODENAME", about["host"])
     with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
-        _launch_folder().enter(_process_number(), about)
+        _tell("entered", about)
 
 
-def _launch_folder() -> LaunchFolder:
-    return LaunchFolder(Path(os.environ["DYNMO_RENDEZVOUS"]))
+def _tell(what: str, content: Mapping[str, object]) -> None:
+    """Leaves a file for the launcher, which reaches it without the store."""
+    folder = Path(os.environ["DYNMO_RENDEZVOUS"])
+    write_whole(folder / f"{what}-{_process_number()}", json.dumps(content))
 
 
 def _process_number() -> int:
@@ -91,7 +95,7 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
         where = f"; the traceback is in {log}" if logged else ""
         failure = Failure(0, 1, describe(error, rank) + where, trace=trace)
     try:
-        _launch_folder().write_failure(rank, vars(failure))
+        _tell("failed", vars(failure))
     except OSError:  # the launcher then knows the status only
         _logger.error(failure.message)
     return failure.status

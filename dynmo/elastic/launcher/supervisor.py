@@ -1,13 +1,14 @@
 """Starts the ranks of a run and supervises them until all have ended.
 
-    dynmo train ── rank 0 ── (terminal: progress, result)  runs/<name>/rank-0.log (crashes)
-             ├──── rank 1 ── runs/<name>/rank-1.log
-             ├──── rank 2 ── runs/<name>/rank-2.log
-             └──── joiner ── runs/<name>/rank-3.log   started when rank 0 asks for it
+    dynmo train ── rank 0 ──── (terminal: progress, result)  runs/<name>/rank-0.log (crashes)
+             ├──── rank 1 ──── runs/<name>/rank-1.log
+             ├──── rank 2 ──── runs/<name>/rank-2.log
+             └──── newcomer ── runs/<name>/rank-3.log   started when rank 0 asks for it
 
-The ranks talk to their launcher through a folder that only this user can read. Ctrl-C asks all
-ranks to stop after the current step. A second one kills them. A rank that fails leaves its reason
-in the folder. The others are ended, and the cause is reported, not its consequences.
+The ranks and their launcher talk through the store, which the launcher owns (`elastic/launch.py`).
+Ctrl-C asks all ranks to stop after the current step. A second one kills them. A rank that fails
+leaves its reason in the launch folder, which only this user can read. The others are ended, and the
+cause is reported, not its consequences.
 
 A run may change its ranks. A process that ends with status 0 disturbs no other. The failure of a
 process that is not a rank yet, or not any more, is a report for rank 0 and no failure of the run.
@@ -22,28 +23,36 @@ import signal
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from dynmo.elastic.launch_folder import LaunchFolder
+from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
-from dynmo.elastic.launcher.failure import STOPPED, Ending, how_it_ended, read_failures, verdict
-from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
+from dynmo.elastic.launcher.failure import (
+    STOPPED,
+    Ending,
+    Failure,
+    how_it_ended,
+    read_failures,
+    verdict,
+)
+from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
 from dynmo.errors import ConfigError, RunError
 
 # Seconds that the other ranks get after a failure, to find out for themselves and say why.
 _GRACE = 3.0
 _GRACE_WHEN_HUNG = 0.3
-# Seconds between two looks at the processes, and into the launch folder.
+# Seconds between two looks at the processes, and for messages.
 _TICK, _LOOK = 0.02, 0.2
-# Seconds that a joiner, or a thread that gives resources back, gets after the end of the run.
+# Seconds that a newcomer, or a thread that gives resources back, gets after the end of the run.
 _LAST = 5.0
-# Ranks leave together, but one may take longer to end. The others are released after these seconds.
-_RELEASE_TOGETHER = 5.0
+# Ranks leave together, but one may take longer to end. The others are given back after these
+# seconds.
+_LEAVE_TOGETHER = 5.0
 
 
 def spawn(
@@ -57,7 +66,7 @@ def spawn(
 ) -> int:
     """Runs `command` as `size` ranks until all have ended. No process is left behind.
 
-    The command calls `enter_rank` first. A joiner is the command with `--join` added.
+    The command calls `enter_rank` first. A newcomer is the command with `--join` added.
 
     Args:
         command: The argument list.
@@ -68,8 +77,8 @@ def spawn(
             machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
             removed at the end. None means a temporary folder.
-        rendezvous_file: The file through which the ranks meet. The caller removes it before and
-            after. None means a file in `folder`.
+        rendezvous_file: The file that says where the ranks meet. The caller removes it before and
+            after. None means that they meet in `folder`.
 
     Returns:
         0, or 130 if all ranks stopped because a signal asked.
@@ -88,13 +97,10 @@ def spawn(
         )
     starter = LocalStarter() if starter is None else starter
     with contextlib.closing(starter), _launch_folder(folder) as path, _signals() as asked:
-        launch = LaunchFolder(path)
-        run = Supervisor(
-            starter, command, size, threads, launch, log_folder, rendezvous_file, asked
-        )
+        run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
             run.start_ranks()
-            run.watch()
+            run.watch(FolderStore(path))
             return run.verdict()
         finally:
             run.end()
@@ -145,27 +151,23 @@ class _Process:
 
     Attributes:
         number: The launcher's number.
-        is_rank: False for a process that is not a rank yet, or not any more.
+        was_rank: Whether it has ever been a rank of the run.
         told: Number of stop signals that were passed on.
-        entered: Whether rank 0 was told that the joiner runs.
+        entered: Whether rank 0 was told that the newcomer runs.
         ended: Whether its end outside of the run was seen.
     """
 
     number: int
     handle: RankProcess
-    is_rank: bool
+    was_rank: bool
     started: float
     told: int = 0
     entered: bool = False
     ended: bool = False
 
-
-@dataclass
-class _Leaving:
-    """Processes that leave the run together, and when the first of them had ended."""
-
-    processes: list[_Process]
-    since: float | None = None
+    @property
+    def code(self) -> int | None:
+        return self.handle.poll()
 
 
 @dataclass
@@ -176,26 +178,27 @@ class Supervisor:
     command: Sequence[str]
     size: int
     threads: int
-    folder: LaunchFolder
+    folder: Path
     log_folder: Path
     rendezvous_file: Path | None
     asked: Sequence[float]
 
     def __post_init__(self) -> None:
         self._processes: list[_Process] = []
-        self._next = self.size
-        self._leaving: list[_Leaving] = []
-        self._resized = False
+        self._ranks: list[int] = []  # numbers of the processes that are ranks, in order of ranks
+        # Processes that leave together, and when the first of them had ended.
+        self._leaving: list[tuple[list[_Process], list[float]]] = []
         self._releases: list[threading.Thread] = []
-        self._reports = threading.Lock()
+        self._reports = deque[Report]()
 
     def start_ranks(self) -> None:
-        for rank in range(self.size):
+        for _ in range(self.size):
             if not self.asked:
-                self._start(rank, joins=False)
+                self._start(joins=False)
 
-    def _start(self, number: int, joins: bool) -> None:
-        env = process_environment(number, self.size, self.folder.path, self.threads)
+    def _start(self, joins: bool) -> None:
+        number = len(self._processes)
+        env = process_environment(number, self.size, self.folder, self.threads)
         env |= {"DYNMO_JOIN": "1"} if joins else {}
         if self.rendezvous_file is not None:
             env["DYNMO_RENDEZVOUS_FILE"] = str(self.rendezvous_file.absolute())
@@ -206,8 +209,8 @@ class Supervisor:
             command=[*self.command, *["--join"] * joins],
             environment=env,
             # Rank 0 writes to the terminal. The others write to a log.
-            log=self.log_folder / f"rank-{number}.log" if number else None,
-            entered=self.folder.entered(number),
+            log=self._log(number) if number else None,
+            entered=self.folder / f"entered-{number}",
             joins=joins,
         )
         started = time.monotonic()
@@ -217,170 +220,186 @@ class Supervisor:
             name = "process" if joins else "rank"
             raise RunError(f"{name} {number} could not be started: {error}") from None
         self._processes.append(_Process(number, handle, not joins, started, entered=not joins))
+        self._ranks += [] if joins else [number]
+
+    def _log(self, number: int) -> Path:
+        return self.log_folder / f"rank-{number}.log"
 
     @property
-    def _ranks(self) -> list[_Process]:
-        return [process for process in self._processes if process.is_rank]
+    def _rank_0_lives(self) -> bool:
+        return bool(self._ranks) and self._processes[self._ranks[0]].code is None
 
     @property
     def _outside(self) -> list[_Process]:
         """Processes that are not ranks yet, or not any more."""
-        return [process for process in self._processes if not process.is_rank]
+        return [process for process in self._processes if process.number not in self._ranks]
 
-    def watch(self) -> None:
+    def watch(self, store: Store) -> None:
         """Waits until all ranks have ended, or the grace after a failure is over.
 
         After a signal the ranks finish their step and their files. A second signal kills them.
         Ranks that others have waited for in vain get the short grace, because they hang and will
         not say why.
         """
+        self._from_ranks, self._to_ranks = Messages(store, "asked"), Messages(store, "told")
         failed_at: float | None = None
         next_look = 0.0
         while True:
             now = time.monotonic()
             self._pass_on_signals()
-            if now >= next_look or self._ended_outside():
+            if now >= next_look or any(not p.ended and p.code is not None for p in self._outside):
                 self._look()
                 next_look = now + _LOOK
-            codes = {rank.number: rank.handle.poll() for rank in self._ranks}
+            codes = {number: self._processes[number].code for number in self._ranks}
             living = {number for number, code in codes.items() if code is None}
             if not living:
                 return
-            if codes[0] is None:
-                self._release(now)
+            if self._rank_0_lives:
+                self._give_back_ended(now)
             else:
                 self._dismiss()
             failed = any(code not in (None, 0, STOPPED) for code in codes.values())
-            # A rank may have left, and the note of it come after its end.
+            # A rank may have left, and the message of it come after its end.
             failed_at = (failed_at or now) if failed else None
             if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
+                reports = self._failures()
                 blamed = {
-                    rank
-                    for number, failure in read_failures(self.folder, self._resized).items()
-                    for rank in failure.waits_for
-                    if number in codes
+                    each for number in codes.keys() & reports for each in reports[number].waits_for
                 }
                 if now - failed_at > _GRACE or living <= blamed:
                     return
             time.sleep(_TICK)
 
     def _pass_on_signals(self) -> None:
-        asked = len(self.asked)
         for process in self._processes:
-            while process.told < min(asked, 2):
+            while process.told < min(len(self.asked), 2):
                 process.told += 1
-                if process.handle.poll() is None:
+                if process.code is None:
                     if process.told == 1:
                         process.handle.send_signal(signal.SIGTERM)
                     else:
                         process.handle.kill()
 
+    def _failures(self) -> dict[int, Failure]:
+        """Returns the failures by process. They wait for processes, too."""
+        known = dict(enumerate(self._ranks))
+        return {
+            number: replace(
+                each, waits_for=tuple(known[rank] for rank in each.waits_for if rank in known)
+            )
+            for number, each in read_failures(self.folder).items()
+        }
+
+    # -- talking to rank 0 -------------------------------------------------------------------------
+
     def _look(self) -> None:
-        """Reads new files in the launch folder."""
-        ended = self._ended_outside()
-        names = self.folder.names()  # read after an end was seen, so the process's files are there
-        changes = self.folder.changes(names)
-        self._resized = bool(changes)
+        """Takes the messages of rank 0, and tells it what has happened."""
+        # Read before the messages, so that those of a process that has ended are there.
+        ended = [process for process in self._processes if process.code is not None]
+        # A listing shows new files of other machines at once. A network file system may keep the
+        # answer that one file does not exist.
+        names = {path.name for path in self.folder.iterdir()}
+        with contextlib.suppress(*LOST):
+            for message in self._from_ranks.receive():
+                self._hear(**message)
         for process in self._processes:
-            number, seconds = process.number, time.monotonic() - process.started
-            if not process.entered and f"entered-{number}" in names:
+            seconds = time.monotonic() - process.started
+            if not process.entered and f"entered-{process.number}" in names:
                 process.entered = True
-                entered = self.folder.entered(number).read_text(encoding="utf-8")
-                host = json.loads(entered).get("host", "its machine")
-                self._append("started", f"process {number} runs on {host}", 1, seconds)
-            process.is_rank = changes.get(number, process.is_rank)
-            if not process.is_rank and process in ended:
+                entered = self.folder / f"entered-{process.number}"
+                host = json.loads(entered.read_text("utf-8")).get("host", "its machine")
+                self._tell("started", f"process {process.number} runs on {host}", 1, seconds)
+            if process.number not in self._ranks and not process.ended and process in ended:
                 process.ended = True
-                self._tell_end(process, left=number in changes, seconds=seconds)
-        while (free := self.folder.next_note("free", names)) is not None:
-            numbers = free["processes"]
-            leaving = [process for process in self._processes if process.number in numbers]
-            self._leaving.append(_Leaving(leaving))
-        while (wanted := self.folder.next_note("wanted", names)) is not None:
-            for _ in range(wanted["count"]):
-                self._start_joiner()
+                self._tell_end(process, seconds)
+        with contextlib.suppress(*LOST):  # a full disk, or the run is over
+            while self._reports:
+                self._to_ranks.send(asdict(self._reports[0]))
+                self._reports.popleft()
 
-    def _start_joiner(self) -> None:
-        number, self._next = self._next, self._next + 1
-        rank_0 = next(process for process in self._processes if process.number == 0)
-        if self.asked or rank_0.handle.poll() is not None:
+    def _hear(
+        self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
+    ) -> None:
+        """Acts on a message of rank 0 (`LauncherManager`)."""
+        if ranks:
+            self._ranks = [number for number in ranks if number in range(len(self._processes))]
+            for number in self._ranks:
+                self._processes[number].was_rank = True
+        if give_back:
+            leaving = [process for process in self._processes if process.number in give_back]
+            self._leaving.append((leaving, []))
+        for _ in range(start * self._rank_0_lives):
+            try:
+                self._start(joins=True)
+            except RunError as error:
+                self._tell("failed", str(error), 1, 0.0)
+
+    def _tell_end(self, process: _Process, seconds: float) -> None:
+        """Tells rank 0 of a newcomer that did not join, or of a rank that failed after it left."""
+        ending = Ending(process.code, process.handle.reason())
+        if process.was_rank and ending.code in (0, STOPPED):
             return
-        try:
-            self._start(number, joins=True)
-        except RunError as error:
-            self._append("failed", str(error), 1, 0.0)
-
-    def _ended_outside(self) -> list[_Process]:
-        """Processes outside of the run whose end nobody has seen yet."""
-        return [p for p in self._outside if not p.ended and p.handle.poll() is not None]
-
-    def _tell_end(self, process: _Process, left: bool, seconds: float) -> None:
-        """Tells rank 0 of a joiner that did not join, or of a rank that failed after it left."""
-        ending = Ending(process.handle.poll(), process.handle.reason())
-        if left and ending.code in (0, STOPPED):
-            return
-        log = self.log_folder / f"rank-{process.number}.log"
         failure = read_failures(self.folder).get(process.number)
-        why = how_it_ended(ending, log) if failure is None else f"failed: {failure.message}"
-        what = "had left the run and" if left else "did not join: it"
+        why = (
+            f"failed: {failure.message}"
+            if failure
+            else how_it_ended(ending, self._log(process.number))
+        )
+        what = "had left the run and" if process.was_rank else "did not join: it"
         # A rank that has left was not asked for.
-        self._append("failed", f"process {process.number} {what} {why}", int(not left), seconds)
+        ranks = int(not process.was_rank)
+        self._tell("failed", f"process {process.number} {what} {why}", ranks, seconds)
 
-    def _release(self, now: float) -> None:
+    def _tell(self, kind: Kind, what: str, ranks: int, seconds: float) -> None:
+        self._reports.append(Report(kind, " ".join(what.split()), ranks, round(seconds, 3)))
+
+    def _give_back_ended(self, now: float) -> None:
         """Gives back the resources of processes that have left and ended."""
-        for leaving in self._leaving:
-            ended = [process for process in leaving.processes if process.handle.poll() is not None]
-            if ended and leaving.since is None:
-                leaving.since = now
-            all_ended = len(ended) == len(leaving.processes)
-            late = leaving.since is not None and now - leaving.since > _RELEASE_TOGETHER
-            if ended and (all_ended or late):
-                leaving.processes = [p for p in leaving.processes if p not in ended]
+        for leaving, since in self._leaving:
+            ended = [process for process in leaving if process.code is not None]
+            since += [now] * bool(ended)
+            if ended and (len(ended) == len(leaving) or now - since[0] > _LEAVE_TOGETHER):
+                leaving[:] = [process for process in leaving if process not in ended]
                 handles = [process.handle for process in ended]
                 thread = threading.Thread(target=self._give_back, args=(handles,), daemon=True)
                 self._releases.append(thread)
                 thread.start()
-        self._leaving = [leaving for leaving in self._leaving if leaving.processes]
 
     def _give_back(self, handles: Sequence[RankProcess]) -> None:
         begin = time.monotonic()
+        kind: Kind = "released"
         try:
-            kind, what = "released", self.starter.released(handles)
+            what = self.starter.give_back(handles)
         except RunError as error:
             kind, what = "failed", str(error)
-        self._append(kind, what, len(handles), time.monotonic() - begin)
+        self._tell(kind, what, len(handles), time.monotonic() - begin)
 
-    def _append(self, kind: Any, what: str, ranks: int, seconds: float) -> None:
-        report = Report(kind, " ".join(what.split()), ranks, round(seconds, 3))
-        # The disk may be full, or the run may be over. Nobody needs the report then.
-        with self._reports, contextlib.suppress(OSError):
-            self.folder.append_report(report)
+    # -- the end -----------------------------------------------------------------------------------
 
     def _dismiss(self) -> None:
         """Asks processes outside of the run to end, because it is over."""
         for process in self._outside:
-            if not process.told and process.handle.poll() is None:
+            if not process.told and process.code is None:
                 process.told = 1
                 process.handle.send_signal(signal.SIGTERM)
 
     def verdict(self) -> int:
         self._look()
-        handles = {rank.number: rank.handle for rank in self._ranks}
+        handles = {number: self._processes[number].handle for number in self._ranks}
         endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}
-        reports = read_failures(self.folder, self._resized)
-        return verdict(endings, reports, self.log_folder, len(self.asked))
+        return verdict(endings, self._failures(), self.log_folder, len(self.asked))
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
         with contextlib.suppress(OSError):
             self._dismiss()
         end = time.monotonic() + _LAST
-        while any(p.handle.poll() is None for p in self._outside) and time.monotonic() < end:
+        while any(p.code is None for p in self._outside) and time.monotonic() < end:
             if len(self.asked) > 1:
                 break
             time.sleep(_TICK)
         for process in self._processes:
-            if process.handle.poll() is None:
+            if process.code is None:
                 process.handle.kill()
         for process in self._processes:
             process.handle.wait()

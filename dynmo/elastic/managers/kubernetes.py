@@ -2,16 +2,16 @@
 
 A run is an elastic Indexed Job.
 
-    release(left, stay)   patch job: parallelism = completions = len(stay)
-                          the Job controller deletes the pods with the highest indexes
-    request(2)            patch job: parallelism = completions = parallelism + 2
-                          new pods run `dynmo train CONFIG --join`
+    give_back(left, stay)   patch job: parallelism = completions = len(stay)
+                            the Job controller deletes the pods with the highest indexes
+    start(2)                patch job: parallelism = completions = parallelism + 2
+                            new pods run `dynmo train CONFIG --join`
 
-Each pod is one rank, and rank 0 is index 0. A released rank is parked: its process waits until its
-pod is deleted. If it ended by itself, the controller would count its index as done.
+Each pod is one rank, and rank 0 is index 0. A rank that has left is parked: its process waits until
+its pod is deleted. If it ended by itself, the controller would count its index as done.
 
 Kubernetes changes `completions` since 1.27. An older server lets only `parallelism` change and
-chooses the pods itself. On such a server the manager first deletes the pods of the released ranks.
+chooses the pods itself. On such a server the manager first deletes the pods of the ranks that left.
 The controller then has nothing to delete, or deletes their replacements, which are the youngest.
 """
 
@@ -24,142 +24,177 @@ import os
 import re
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from dynmo.elastic.managers.command import ThreadedManager
-from dynmo.elastic.member import Member
+from dynmo.elastic.managers.threaded import ThreadedManager, shorten
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, RunError, not_installed
 
 # Seconds for one answer of the API server, and between two looks at the job.
 _ANSWER = 10.0
 _INTERVAL = 0.5
-
-_T = TypeVar("_T")
+# What a status of the API server means. 0: no TLS connection. -1: no answer.
+_ADVICE = {
+    -1: "the API server at {host} does not answer ({said}); {by_hand}",
+    0: "no TLS connection to the API server ({said}); see the kubeconfig",
+    401: "the API server rejects the credentials ({said}); renew them",
+    403: "the API server forbids it ({said}); let the pod's service account do it as in "
+    "examples/kubernetes/rbac.yaml",
+    404: "there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in "
+    "examples/kubernetes/job.yaml",
+    422: "job {name} cannot change so ({said}); it needs completionMode: Indexed and "
+    "parallelism = completions",
+}
+_OTHER = "the API server answers {status} ({said}); {by_hand}"
 
 
 class KubernetesManager(ThreadedManager):
     """Changes the number of pods of the run's own Job."""
 
     name = "kubernetes"
-    can_request = True
+    can_start = True
 
-    def __init__(
-        self, namespace: str = "", job: str = "", timeout: float = 120.0, kubeconfig: str = ""
-    ) -> None:
-        super().__init__("dynmo-kubernetes-manager")
-        self._namespace = namespace or os.environ.get("POD_NAMESPACE", "")
-        self._job = job or os.environ.get("JOB_NAME", "")
+    def __init__(self, timeout: float = 120.0) -> None:
+        super().__init__()
         self._timeout = timeout
-        self._kubeconfig = kubeconfig
+        self._namespace = os.environ.get("POD_NAMESPACE", "")
+        self._job = os.environ.get("JOB_NAME", "")
+        self._name = f"{self._namespace}/{self._job}"
 
     def check(self) -> None:
         """Checks for the client, the job's name and the credentials. Calls no server."""
-        _client()
+        client = _client()
         for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
             if not value:
                 raise ConfigError(
                     f'elastic.releaser = "kubernetes" needs {variable}: set it in the '
                     "pod as in examples/kubernetes/job.yaml"
                 )
-        _configuration(self._kubeconfig)
+        _credentials(client)
 
-    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
-        gone, staying = tuple(left), tuple(stay)
-        self._submit("released", len(gone), lambda: self._shrink(gone, staying))
-
-    def request(self, count: int) -> None:
+    def start(self, count: int) -> None:
         self._submit("started", count, lambda: self._grow(count))
 
-    def _shrink(self, left: Sequence[Member], stay: Sequence[Member]) -> str:
-        count = len(stay)
-        for member in stay:
-            if _index(member, self._job) >= count:
-                raise RunError(
-                    f"job {self._name} cannot give pods back: {member.host} would go, but its rank "
-                    f"{member.rank} stays; the ranks that stay must be the lowest pods"
-                )
-        with self._connection(f"parallelism = completions = {count}") as api:
-            deadline = time.monotonic() + self._timeout
-            # A pod that ends only after the next growth would count for its old index.
-            if self._is_elastic(api, deadline):
-                self._patch(api, deadline, parallelism=count, completions=count)
-                self._wait(api, deadline, lambda p: p.active <= count and not p.terminating)
-            else:
-                self._persist(lambda: api.delete_pods(left), deadline)
-                self._patch(api, deadline, parallelism=count)
-                self._wait(api, deadline, lambda p: p.active <= count and not api.find_pods(left))
-        return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
+    def give_back(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> None:
+        self._submit("released", len(left), lambda: self._shrink(left, stay))
 
     def _grow(self, more: int) -> str:
-        with self._connection(f"parallelism = completions = now + {more}") as api:
-            deadline = time.monotonic() + self._timeout
-            job = self._persist(api.read_job, deadline)
-            count = int(job.spec.parallelism) + more
-            if self._is_elastic(api, deadline):
-                self._patch(api, deadline, parallelism=count, completions=count)
-            elif count > (job.spec.completions or count):
+        with self._change(f"parallelism = completions = now + {more}"):
+            spec = self._read_job().spec
+            count = int(spec.parallelism) + more
+            if not self._is_elastic and count > (spec.completions or count):
                 raise RunError(
-                    f"job {self._name} can have at most {job.spec.completions} pods; Kubernetes "
+                    f"job {self._name} can have at most {spec.completions} pods; Kubernetes "
                     "can raise spec.completions from 1.27 on"
                 )
-            else:
-                self._patch(api, deadline, parallelism=count)
-            self._wait(api, deadline, lambda pods: pods.ready >= count, gives_way=True)
+            self._patch(count)
+            self._wait(lambda active, ready, ending: ready >= count, gives_way=True)
         return f"job {self._name} has {count} pods, {more} of them new"
 
-    @property
-    def _name(self) -> str:
-        return f"{self._namespace}/{self._job}"
+    def _shrink(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> str:
+        count = len(stay)
+        for place in stay:
+            pod, _, index = _short_host(place).rpartition("-")
+            if pod == self._job and index.isdecimal() and int(index) >= count:
+                raise RunError(
+                    f"job {self._name} cannot give pods back: {place.host} would go, but its rank "
+                    f"{place.rank} stays; the ranks that stay must be the lowest pods"
+                )
+        with self._change(f"parallelism = completions = {count}"):
+            for pod in self._find_pods(left):
+                self._ask(self._core.delete_namespaced_pod, pod, self._namespace, gone=True)
+            self._patch(count)
+            # A pod that ends only after the next growth would count for its old index.
+            self._wait(
+                lambda active, ready, ending: (
+                    active <= count and not ending and not self._find_pods(left)
+                )
+            )
+        return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
 
     @contextlib.contextmanager
-    def _connection(self, wanted: str) -> Generator[_JobApi, None, None]:
-        """Connects anew each time, because tokens expire and idle connections break."""
-        configuration = _configuration(self._kubeconfig)
-        with _client().ApiClient(configuration) as client:
-            yield _JobApi(client, self._namespace, self._job, wanted)
+    def _change(self, wanted: str) -> Generator[None]:
+        """Connects for one change. Connects anew each time: tokens expire, connections break."""
+        client = _client()
+        self._deadline = time.monotonic() + self._timeout
+        self._by_hand = (
+            f"kubectl -n {self._namespace} edit job {self._job} can set {wanted} by hand"
+        )
+        with client.ApiClient(_credentials(client)) as connection:
+            self._batch = client.BatchV1Api(connection)
+            self._core = client.CoreV1Api(connection)
+            version = self._ask(client.VersionApi(connection).get_code)
+            numbers = (re.sub(r"\D.*", "", each) for each in (version.major, version.minor))
+            self._is_elastic = tuple(int(number or 0) for number in numbers) >= (1, 27)
+            yield
 
-    def _is_elastic(self, api: _JobApi, deadline: float) -> bool:
-        return self._persist(api.is_elastic, deadline)
+    def _ask(self, call: Any, *arguments: Any, gone: bool = False, **named: Any) -> Any:
+        """Calls the API server, again and again while it is out of reach or busy.
 
-    def _patch(self, api: _JobApi, deadline: float, **spec: int) -> None:
-        self._persist(lambda: api.patch_job(spec), deadline)
+        Args:
+            gone: Whether the object of the call may be gone.
 
-    def _persist(self, call: Callable[[], _T], deadline: float) -> _T:
-        """Repeats a call while the API server is out of reach or busy."""
+        Raises:
+            RunError: The call failed. One line says what to do.
+        """
+        unreachable = importlib.import_module("urllib3.exceptions").HTTPError
         while True:
             try:
-                return call()
-            except _Transient as error:
-                if time.monotonic() >= deadline:
-                    raise RunError(str(error)) from None
-                self._pause()
+                return call(*arguments, _request_timeout=_ANSWER, **named)
+            except _client().ApiException as error:
+                status, said = int(error.status or 0), _message(error)
+            except (unreachable, OSError) as error:
+                status, said = -1, shorten(error)
+            if gone and status == 404:
+                return None
+            busy = status in (-1, 409, 429) or status >= 500
+            if not busy or time.monotonic() >= self._deadline:
+                host, name = call.__self__.api_client.configuration.host, self._name
+                known = {"status": status, "said": said, "host": host, "name": name}
+                line = _ADVICE.get(status, _OTHER).format(by_hand=self._by_hand, **known)
+                raise RunError(line)
+            self._pause()
 
-    def _wait(
-        self,
-        api: _JobApi,
-        deadline: float,
-        is_done: Callable[[_PodCount], bool],
-        gives_way: bool = False,
-    ) -> None:
+    def _read_job(self) -> Any:
+        return self._ask(self._batch.read_namespaced_job, self._job, self._namespace)
+
+    def _patch(self, count: int) -> None:
+        keys = ("parallelism", "completions")[: 1 + self._is_elastic]
+        body = {"spec": dict.fromkeys(keys, count)}
+        self._ask(self._batch.patch_namespaced_job, self._job, self._namespace, body)
+
+    def _find_pods(self, places: Sequence[RankPlace]) -> list[str]:
+        """Returns the names of the pods that the manager must delete, ending ones included."""
+        if self._is_elastic:
+            return []
+        names = {place.node for place in places} | {_short_host(place) for place in places}
+        of_job = f"job-name={self._job}"
+        listed = self._ask(self._core.list_namespaced_pod, self._namespace, label_selector=of_job)
+        return [
+            pod.metadata.name
+            for pod in listed.items
+            if pod.metadata.name in names or pod.spec.hostname in names
+        ]
+
+    def _wait(self, is_done: Callable[[int, int, int], bool], gives_way: bool = False) -> None:
         """Waits until the job has the wanted pods."""
         while True:
-            try:
-                pods = api.count_pods()
-                if is_done(pods):
-                    return
-                state = str(pods)
-            except _Transient as error:
-                state = str(error)
-            if gives_way and self._has_more:
-                raise RunError(
-                    f"job {self._name} is patched, but {state}; a newer change goes first"
-                )
-            if time.monotonic() >= deadline:
-                raise RunError(
-                    f"job {self._name} is patched, but {state} after {self._timeout:g} s; see "
-                    f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
-                )
+            status = self._read_job().status
+            active = status.active or 0
+            # Servers before 1.24 do not count ready pods, and those before 1.29 no ending ones.
+            ready, ending = (
+                active if status.ready is None else status.ready,
+                status.terminating or 0,
+            )
+            if is_done(active, ready, ending):
+                return
+            state = f"{active} pods are active, {ready} ready, {ending} ending"
+            is_late = time.monotonic() >= self._deadline
+            if is_late or (gives_way and self._has_more):
+                see = f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
+                late = f" after {self._timeout:g} s; see {see}"
+                why = late if is_late else "; a newer change goes first"
+                raise RunError(f"job {self._name} is patched, but {state}{why}")
             self._pause()
 
     def _pause(self) -> None:
@@ -167,138 +202,8 @@ class KubernetesManager(ThreadedManager):
             raise RunError(f"job {self._name}: the run ended before its pods had changed")
 
 
-class _Transient(Exception):
-    """The API server did not answer, or asks to try again. The message is a report's line."""
-
-
-@dataclass(frozen=True)
-class _PodCount:
-    """The number of pods of a job. Active ones are pending or running."""
-
-    active: int
-    ready: int
-    terminating: int
-
-    def __str__(self) -> str:
-        return f"{self.active} pods are active, {self.ready} ready, {self.terminating} ending"
-
-
-class _JobApi:
-    """The calls that a manager makes. Every error becomes one line that says what to do."""
-
-    def __init__(self, client: Any, namespace: str, job: str, wanted: str) -> None:
-        self._client, self._namespace, self._job = client, namespace, job
-        self._wanted = wanted
-        self._batch = _client().BatchV1Api(client)
-        self._core = _client().CoreV1Api(client)
-        self._version = _client().VersionApi(client)
-
-    def is_elastic(self) -> bool:
-        """Returns True if the server can change `completions` of an Indexed Job (1.27 on)."""
-        with self._explained():
-            version = self._version.get_code(_request_timeout=_ANSWER)
-        major, minor = (
-            int(re.sub(r"\D.*", "", number) or 0) for number in (version.major, version.minor)
-        )
-        return (major, minor) >= (1, 27)
-
-    def read_job(self) -> Any:
-        with self._explained():
-            return self._batch.read_namespaced_job(
-                self._job, self._namespace, _request_timeout=_ANSWER
-            )
-
-    def count_pods(self) -> _PodCount:
-        """Reads the number of pods of the job.
-
-        Servers before 1.24 do not count ready pods. Servers before 1.29 do not count ending pods.
-        """
-        status = self.read_job().status
-        active = status.active or 0
-        ready = active if status.ready is None else status.ready
-        return _PodCount(active, ready, status.terminating or 0)
-
-    def patch_job(self, spec: dict[str, int]) -> None:
-        with self._explained():
-            self._batch.patch_namespaced_job(
-                self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER
-            )
-
-    def find_pods(self, members: Sequence[Member]) -> list[str]:
-        """Returns the names of the members' remaining pods, ending ones included."""
-        names = {m.node for m in members} | {_short_host(m) for m in members}
-        with self._explained():
-            pods = self._core.list_namespaced_pod(
-                self._namespace, label_selector=f"job-name={self._job}", _request_timeout=_ANSWER
-            ).items
-        return [
-            pod.metadata.name
-            for pod in pods
-            if pod.metadata.name in names or pod.spec.hostname in names
-        ]
-
-    def delete_pods(self, members: Sequence[Member]) -> None:
-        for name in self.find_pods(members):
-            with self._explained():
-                try:
-                    self._core.delete_namespaced_pod(
-                        name, self._namespace, _request_timeout=_ANSWER
-                    )
-                except _client().ApiException as error:
-                    if error.status != 404:  # 404: the pod is gone already
-                        raise
-
-    @contextlib.contextmanager
-    def _explained(self) -> Generator[None, None, None]:
-        """Turns an error of the client into RunError or _Transient, one line each."""
-        errors = importlib.import_module("urllib3.exceptions")
-        try:
-            yield
-        except _client().ApiException as error:
-            raise self._explain(error) from None
-        except (errors.HTTPError, OSError) as error:
-            raise _Transient(
-                f"the API server at {self._client.configuration.host} does not answer "
-                f"({_reason(error)}); {self._by_hand()}"
-            ) from None
-
-    def _explain(self, error: Any) -> Exception:
-        status, said = int(error.status or 0), _message(error)
-        name = f"{self._namespace}/{self._job}"
-        if status == 0:
-            return RunError(f"no TLS connection to the API server ({said}); see the kubeconfig")
-        if status == 401:
-            return RunError(f"the API server rejects the credentials ({said}); renew them")
-        if status == 403:
-            return RunError(
-                f"the API server forbids it ({said}); let the pod's service account do it as in "
-                "examples/kubernetes/rbac.yaml"
-            )
-        if status == 404:
-            return RunError(
-                f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in "
-                "examples/kubernetes/job.yaml"
-            )
-        if status == 422:
-            return RunError(
-                f"job {name} cannot change so ({said}); it needs completionMode: Indexed and "
-                "parallelism = completions"
-            )
-        line = f"the API server answers {status} ({said}); {self._by_hand()}"
-        return _Transient(line) if status in (409, 429) or status >= 500 else RunError(line)
-
-    def _by_hand(self) -> str:
-        return f"kubectl -n {self._namespace} edit job {self._job} can set {self._wanted} by hand"
-
-
-def _index(member: Member, job: str) -> int:
-    """Returns the index in an Indexed Job of a member's host JOB-INDEX. -1 for others."""
-    name, _, index = _short_host(member).rpartition("-")
-    return int(index) if name == job and index.isdecimal() else -1
-
-
-def _short_host(member: Member) -> str:
-    return member.host.partition(".")[0]
+def _short_host(place: RankPlace) -> str:
+    return place.host.partition(".")[0]
 
 
 def _client() -> Any:
@@ -310,23 +215,21 @@ def _client() -> Any:
         ) from None
 
 
-def _configuration(kubeconfig: str) -> Any:
-    """Reads the given file, the pod's service account, or the user's file."""
-    configuration = _client().Configuration()
+def _credentials(client: Any) -> Any:
+    """Reads the pod's service account, or the user's file."""
+    configuration = client.Configuration()
     # The manager repeats calls itself. The client would print a line for each repetition.
     configuration.retries = False
     config = importlib.import_module("kubernetes.config")
     try:
-        if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
         else:
-            config.load_kube_config(
-                config_file=kubeconfig or os.environ.get("KUBECONFIG") or None,
-                client_configuration=configuration,
-            )
+            file = os.environ.get("KUBECONFIG") or None
+            config.load_kube_config(file, client_configuration=configuration)
     except (config.ConfigException, OSError) as error:
         raise ConfigError(
-            f"no credentials for Kubernetes ({_reason(error)}): give the pod a service account, "
+            f"no credentials for Kubernetes ({shorten(error)}): give the pod a service account, "
             "or set KUBECONFIG"
         ) from None
     return configuration
@@ -334,13 +237,6 @@ def _configuration(kubeconfig: str) -> Any:
 
 def _message(error: Any) -> str:
     """Returns the field `message` of the API server's answer, or the status line."""
-    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
-    with contextlib.suppress(TypeError, ValueError, AttributeError):
-        return _reason(json.loads(body)["message"])
-    return _reason(error.reason)
-
-
-def _reason(error: object) -> str:
-    """Returns an error in one line of at most 200 characters."""
-    line = " ".join(str(error).split())
-    return line if len(line) <= 200 else line[:197] + "..."
+    with contextlib.suppress(TypeError, ValueError, LookupError):
+        return shorten(json.loads(error.body)["message"])
+    return shorten(error.reason)

@@ -22,7 +22,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 class LocalStarter:
     """Starts child processes.
 
-    A joiner gets the lowest local rank that no living process has.
+    A newcomer gets the lowest local rank that no living process has.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,9 @@ class LocalStarter:
         # Ctrl-C does not break into its imports. `enter_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            local_rank = self._free_local_rank() if rank.joins else rank.process
+            taken = {at for at, process in self._by_local_rank.items() if process.poll() is None}
+            free = next(at for at in range(len(taken) + 1) if at not in taken)
+            local_rank = free if rank.joins else rank.process
             env = {**rank.environment, **local_environment(), "LOCAL_RANK": str(local_rank)}
             with contextlib.nullcontext() if rank.log is None else rank.log.open("ab") as out:
                 process = LocalProcess(
@@ -44,11 +46,7 @@ class LocalStarter:
         self._by_local_rank[local_rank] = process
         return process
 
-    def _free_local_rank(self) -> int:
-        taken = {at for at, process in self._by_local_rank.items() if process.poll() is None}
-        return next(at for at in range(len(taken) + 1) if at not in taken)
-
-    def released(self, processes: Sequence[RankProcess]) -> str:
+    def give_back(self, processes: Sequence[RankProcess]) -> str:
         count = len(processes)
         what = "1 process" if count == 1 else f"{count} processes"
         return f"{what} of this machine ended; memory and device are free"

@@ -2,10 +2,10 @@
 
     launcher ── actor of rank 0 (1 GPU) ── process of rank 0
              ├─ actor of rank 1 (1 GPU) ── process of rank 1
-             └─ actor of a joiner, pending until Ray has resources for it
+             └─ actor of a newcomer, pending until Ray has resources for it
 
 The actor ends with its process. The bundle is then free for others. A placement group has one
-bundle, because a bundle cannot be released out of a larger group.
+bundle, because a bundle cannot be given back out of a larger group.
 """
 
 from __future__ import annotations
@@ -68,41 +68,34 @@ class RankActor:
 
 
 class RayProcess:
-    """A rank in its actor."""
+    """A rank in its actor, which has one unit of a resource ("GPU" or "CPU")."""
 
-    def __init__(self, ray: Any, rank: RankCommand, resources: Mapping[str, float]) -> None:
-        self._ray = ray
-        self._entered = rank.entered
+    def __init__(self, ray: Any, rank: RankCommand, resource: str) -> None:
+        self._ray, self._entered = ray, rank.entered
         self._code: int | None = None
         self._reason = ""
         self._killed: int | None = None
-        self._group = ray.util.placement_group([dict(resources)])
+        self._group = ray.util.placement_group([{resource: 1}])
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group)
+        options = {"num_cpus": 0, "num_gpus": 0, f"num_{resource.lower()}s": 1}
         # `signal` must come through while `run` waits.
-        self._actor = (
-            ray.remote(RankActor)
-            .options(
-                num_cpus=resources.get("CPU", 0),
-                num_gpus=resources.get("GPU", 0),
-                max_concurrency=2,
-                scheduling_strategy=strategy,
-            )
-            .remote()
-        )
-        out = err = rank.log
-        if out is None or err is None:
-            out, err = (rank.entered.with_name(f"output-0.{name}") for name in ("out", "err"))
-        files = [str(out.absolute()), str(err.absolute())]
-        arguments = [list(rank.command), dict(rank.environment), str(Path.cwd()), *files]
-        self._status = self._actor.run.remote(*arguments)
-        self._waiter = threading.Thread(target=self._wait, daemon=True)
-        self._waiter.start()
-        self._tails: list[threading.Thread] = []
+        options |= {"max_concurrency": 2, "scheduling_strategy": strategy}
+        self._actor = ray.remote(RankActor).options(**options).remote()
+        outputs = [rank.log, rank.log]
         if rank.log is None:
-            for path, file in ((out, sys.stdout.buffer), (err, sys.stderr.buffer)):
-                tail = threading.Thread(target=self._copy, args=(path, file), daemon=True)
-                self._tails.append(tail)
-                tail.start()
+            outputs = [rank.entered.with_name(f"output-0.{name}") for name in ("out", "err")]
+        files = [str(path.absolute()) for path in outputs if path is not None]
+        self._status = self._actor.run.remote(
+            list(rank.command), dict(rank.environment), str(Path.cwd()), *files
+        )
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        own = (sys.stdout.buffer, sys.stderr.buffer) if rank.log is None else ()
+        self._tails = [
+            threading.Thread(target=self._copy, args=each, daemon=True)
+            for each in zip(files, own, strict=False)
+        ]
+        for thread in (self._waiter, *self._tails):
+            thread.start()
 
     def _wait(self) -> None:
         """Waits for the end, and frees the resources."""
@@ -121,20 +114,17 @@ class RayProcess:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.util.remove_placement_group(self._group)
 
-    def _copy(self, path: Path, file: IO[bytes]) -> None:
+    def _copy(self, path: str, file: IO[bytes]) -> None:
         """Passes on the output of rank 0 until it has ended."""
-        at = 0
-        ended = False
+        at, ended = 0, False
         while not ended:
             ended = self._code is not None
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as source:
+            with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as source:
                 source.seek(at)
-                while chunk := source.read(65536):
-                    at += len(chunk)
-                    file.write(chunk)
+                file.write(source.read())
                 file.flush()
-            if not ended:
-                time.sleep(_TAIL)
+                at = source.tell()
+            time.sleep(0 if ended else _TAIL)
 
     def reason(self) -> str:
         return self._reason
@@ -170,28 +160,30 @@ class RayStarter:
     def __init__(self) -> None:
         """Raises ConfigError if Ray is not installed, or there is no cluster."""
         try:
-            ray: Any = importlib.import_module("ray")
+            self._ray: Any = importlib.import_module("ray")
             for name in ("placement_group", "scheduling_strategies"):
                 importlib.import_module(f"ray.util.{name}")
         except ImportError:
             raise ConfigError(f"--launcher ray: {not_installed('ray')}") from None
-        self._ray = ray
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            _check_that_it_listens(address)
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "/" not in host:
+                # It says at once that no server listens. Ray would retry for a minute.
+                socket.create_connection((host.strip("[]"), int(port)), 10).close()
             # The output of ranks goes to the logs of the run.
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             said = str(error).strip().split("\n")[0].removesuffix(".")
             advice = "start one with ray start --head, or set RAY_ADDRESS"
             what = f"--launcher ray: no Ray cluster answers at {address}: {said}"
             raise ConfigError(f"{what}; {advice}") from None
-        self._kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= 1 else "CPU"
+        self._kind = "GPU" if self._ray.cluster_resources().get("GPU", 0) >= 1 else "CPU"
 
     def start(self, rank: RankCommand) -> RankProcess:
-        return RayProcess(self._ray, rank, {self._kind: 1})
+        return RayProcess(self._ray, rank, self._kind)
 
-    def released(self, processes: Sequence[RankProcess]) -> str:
+    def give_back(self, processes: Sequence[RankProcess]) -> str:
         # The thread of each process has removed its actor and its placement group.
         count = len(processes)
         what = "1 actor and its placement group" if count == 1 else f"{count} actors and their"
@@ -200,10 +192,3 @@ class RayStarter:
 
     def close(self) -> None:
         self._ray.shutdown()
-
-
-def _check_that_it_listens(address: str) -> None:
-    """Raises OSError at once if no server listens. Ray would retry for a minute."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), 10).close()

@@ -11,13 +11,12 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from dynmo.elastic.launch_folder import LaunchFolder
+from dynmo.elastic.launch import FolderStore, LauncherManager
 from dynmo.elastic.launcher import supervisor
 from dynmo.elastic.launcher.rank_side import report_failure
-from dynmo.elastic.manager import RankCommand, RankProcess, Report
-from dynmo.elastic.managers.launcher import LauncherManager
+from dynmo.elastic.manager import RankCommand, RankProcess
 from dynmo.elastic.managers.local import LocalStarter
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
 
 Steps = Generator[None, None, "int | None"]
 Script = Callable[["EmulatedProcess"], Steps]
@@ -32,10 +31,9 @@ class EmulatedProcess:
         self.told: list[str] = []
         self.code: int | None = None
         self._environment = command.environment
-        self._folder = LaunchFolder(Path(command.environment["DYNMO_RENDEZVOUS"]))
-        self._manager = LauncherManager(self._folder.path)
+        self._manager = LauncherManager(FolderStore(Path(command.environment["DYNMO_RENDEZVOUS"])))
         self._log = command.log
-        self._folder.enter(self.number, {"host": "here"})
+        command.entered.write_text('{"host": "here"}')
         self._script = script(self)
 
     def go_on(self) -> None:
@@ -59,26 +57,23 @@ class EmulatedProcess:
         """Waits for the signal that asks for a stop."""
         yield from self.until(lambda: self.signals)
 
-    def become_member(self, generation: int = 1) -> None:
-        self._folder.become_member(self.number, generation)
+    def start(self, count: int) -> None:
+        self._manager.start(count)
 
-    def request(self, count: int) -> None:
-        self._manager.request(count)
+    def ranks_are(self, *processes: int) -> None:
+        """Says as rank 0 who is a rank now."""
+        self._manager.ranks_are(_places(processes))
 
-    def leave(self, *processes: int) -> None:
-        for number in processes:
-            self._folder.leave(number, 1)
-
-    def release(self, *processes: int) -> None:
-        """Says as rank 0 that processes leave."""
-        self.leave(*processes)
-        self._manager.release([Member(each, "host", 0, process=each) for each in processes], [])
+    def give_back(self, *processes: int) -> None:
+        """Says as rank 0 that it goes on alone, and that other processes leave."""
+        self.ranks_are(0)
+        self._manager.give_back(_places(processes), [])
 
     def reports(self, count: int) -> Generator[None, None, None]:
         """Reads what the launcher tells rank 0, until it has told so much."""
 
         def enough() -> bool:
-            said: list[Report] = self._manager.reports()
+            said = self._manager.watch()
             self.told += [f"{report.kind} {report.ranks}: {report.what}" for report in said]
             return len(self.told) >= count
 
@@ -101,6 +96,10 @@ class EmulatedProcess:
 
     def reason(self) -> str:
         return ""
+
+
+def _places(processes: Sequence[int]) -> list[RankPlace]:
+    return [RankPlace(rank, "host", 0, process=each) for rank, each in enumerate(processes)]
 
 
 class EmulatedRun(LocalStarter):

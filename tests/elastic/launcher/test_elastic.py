@@ -36,12 +36,13 @@ def test_ranks_leave_and_new_ranks_join(
         "local",
         tmp_path,
         """
-release(1, 2)
+give_back(1, 2, stay=[0])
 say("leave")
 reports(1)
-manager.request(2)
-heard("member-3")
-heard("member-4")
+manager.start(2)
+heard("joined-3")
+heard("joined-4")
+ranks_are(0, 3, 4)
 reports(3)
 say("done")
 """,
@@ -50,8 +51,7 @@ say("done")
         join="""
 keys = ("DYNMO_JOIN", "RANK", "DYNMO_PROCESS", "LOCAL_RANK")
 (here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
-become_member()
-say(f"member-{process}")
+say(f"joined-{process}")
 heard("done")
 """,
     )
@@ -91,7 +91,7 @@ def test_joiner_that_fails_early_does_not_fail_the_run(
     """The joiner is not a rank yet, so the run goes on and ends normally."""
 
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.request(1)
+        me.start(1)
         yield from me.reports(2)
         yield from [None] * 100
 
@@ -102,12 +102,13 @@ def test_joiner_that_fails_early_does_not_fail_the_run(
 
 def test_failure_of_a_joined_rank_fails_the_run(tmp_path: Path) -> None:
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.request(1)
+        me.start(1)
+        yield from me.reports(1)
+        me.ranks_are(0, 1)
         return (yield from stops(me))
 
     def join(me: EmulatedProcess) -> Steps:
-        me.become_member()
-        yield
+        yield from [None] * 30
         raise RunError("a peer of process 2 is gone")
 
     with pytest.raises(RunError, match=r"^a peer of process 2 is gone"):
@@ -116,46 +117,35 @@ def test_failure_of_a_joined_rank_fails_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rank_killed_after_it_left_does_not_fail_the_run(tmp_path: Path, seed: int) -> None:
-    """It may end before it says that it left, and before rank 0 says so."""
-    says, told, ended = random.Random(seed).sample(range(60), 3)
+    """It may end before rank 0 says that it left."""
+    told, ended = random.Random(seed).sample(range(60), 2)
 
     def rank_0(me: EmulatedProcess) -> Steps:
         yield from [None] * told
-        me.release(1)
+        me.give_back(1)
         yield from me.reports(2)
 
-    def leaver(me: EmulatedProcess) -> Steps:
-        yield from [None] * min(says, ended)
-        if says < ended:
-            me.leave(1)
-            yield from [None] * (ended - says)
-        return -9
-
-    status, reports = launch(tmp_path, rank_0, leaver)
+    status, reports = launch(tmp_path, rank_0, ends(-9, after=ended))
     killed = "failed 0: process 1 had left the run and was ended by SIGKILL; out of memory?"
     assert (status, sorted(reports)) == (0, [killed, RELEASED])
 
 
 def test_failure_of_a_rank_that_came_back_fails_the_run(tmp_path: Path) -> None:
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.release(1)
+        me.give_back(1)
+        yield from [None] * 30
+        me.ranks_are(0, 1)
         return (yield from stops(me))
 
-    def returns(me: EmulatedProcess) -> Steps:
-        yield from [None] * 30
-        me.become_member(2)
-        yield from [None] * 30
-        return -9
-
     with pytest.raises(RunError, match="rank 1 was ended by SIGKILL"):
-        launch(tmp_path, rank_0, returns)
+        launch(tmp_path, rank_0, ends(-9, after=60))
 
 
 def test_waiting_joiner_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
     """The launcher stops the joiner and ignores its exit status. A joiner that stays is killed."""
 
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.request(2)
+        me.start(2)
         yield from me.reports(2)
 
     def join(me: EmulatedProcess) -> Steps:
@@ -173,7 +163,7 @@ def test_waiting_joiner_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
 
 def test_a_signal_reaches_ranks_and_joiners(tmp_path: Path) -> None:
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.request(1)
+        me.start(1)
         yield from me.reports(1)
         signal.raise_signal(signal.SIGINT)
         return (yield from stops(me))
@@ -198,7 +188,7 @@ def test_slow_leaver_does_not_hold_back_other_released_ranks(tmp_path: Path) -> 
     """The other released rank is reported after a while."""
 
     def rank_0(me: EmulatedProcess) -> Steps:
-        me.release(1, 2)
+        me.give_back(1, 2)
         yield from me.reports(1)
         assert slow.processes[2].code is None
         yield from me.reports(2)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 def test_end_process_flushes_and_runs_exit_functions() -> None:
     code = (
         "import atexit\n"
-        "from dynmo.elastic.launcher.ending import end_process\n"
+        "from dynmo.elastic.launcher.environment import end_process\n"
         "atexit.register(print, 'last')\n"
         "print('first')\n"
         "end_process(3)\n"

@@ -32,9 +32,8 @@ from unittest import mock
 import pytest
 import yaml
 
-from dynmo.elastic.managers.kubernetes import KubernetesManager, _JobApi
-from dynmo.elastic.member import Member
-from dynmo.errors import RunError
+from dynmo.elastic.managers.kubernetes import KubernetesManager
+from dynmo.elastic.place import RankPlace
 from tests.cli.runs import free_port
 from tests.elastic.managers.test_command import wait_for
 from tests.processes import end_all, wait_until
@@ -291,7 +290,7 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
     manager.check()
     if not is_elastic:
         print("left out: completions change together with parallelism (needs 1.27)")
-        manager.release(gone, staying)
+        manager.give_back(gone, staying)
         expect(manager, "failed", "forbids it")
         # With the rule that is commented out.
         text = re.sub(r"(?m)^  # (?=- apiGroups|  )", "  ", (MANIFESTS / "rbac.yaml").read_text())
@@ -299,14 +298,14 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
         expect_immutable(cluster)
 
     began = time.monotonic()
-    manager.release(gone, staying)
+    manager.give_back(gone, staying)
     wait_for_pods(cluster, "other", "Running", 1)
-    print(f"the waiting pod ran {time.monotonic() - began:.2f} s after release()")
+    print(f"the waiting pod ran {time.monotonic() - began:.2f} s after give_back()")
     expect(manager, "released", "gave 2 of 4 pods back")
     assert wait_for_pods(cluster, JOB, "Running", 2) == stay
     print("the pods that stay are the same as before")
 
-    manager.request(2)
+    manager.start(2)
     if is_elastic:
         wait_for_pods(cluster, JOB, "Pending", 1)
     else:
@@ -323,7 +322,7 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
 
 
 def check_absence(
-    cluster: Cluster, manager: KubernetesManager, gone: list[Member], staying: list[Member]
+    cluster: Cluster, manager: KubernetesManager, gone: list[RankPlace], staying: list[RankPlace]
 ) -> None:
     """Shrinks the job while the API server is away."""
     cluster.stop_api()
@@ -334,9 +333,9 @@ def check_absence(
         pause(self)
 
     with mock.patch.object(KubernetesManager, "_pause", pause_and_tell):
-        manager.release(gone, staying)
+        manager.give_back(gone, staying)
         assert paused.wait(40), "the manager finds no server, and tries again"
-        assert not manager.reports()
+        assert not manager.watch()
     cluster.start_api()
     print("the API server was away for a while during the release")
     expect(manager, "released", "gave 2 of 4 pods back")
@@ -365,8 +364,8 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
 
 
-def members(pods: Sequence[str], first: int) -> list[Member]:
-    return [Member(first + i, f"host-{pod}", 1, pod) for i, pod in enumerate(pods)]
+def members(pods: Sequence[str], first: int) -> list[RankPlace]:
+    return [RankPlace(first + i, f"host-{pod}", 1, pod) for i, pod in enumerate(pods)]
 
 
 def expect(manager: KubernetesManager, kind: str, says: str) -> None:
@@ -382,17 +381,20 @@ def expect_failure(job: str, kubeconfig: Path | None, says: str) -> None:
 
     Without a kubeconfig, it is made with the pod's service account.
     """
-    manager = KubernetesManager(NAMESPACE, job, 2, str(kubeconfig or ""))
-    manager.request(1)
-    expect(manager, "failed", says)
-    manager.close()
+    names = {"POD_NAMESPACE": NAMESPACE, "JOB_NAME": job, "KUBECONFIG": str(kubeconfig or "")}
+    with mock.patch.dict(os.environ, names):
+        manager = KubernetesManager(2)
+        manager.start(1)
+        expect(manager, "failed", says)
+        manager.close()
 
 
 def expect_immutable(cluster: Cluster) -> None:
     """A server before 1.27 refuses to change completions, as the manager expects."""
-    api = _JobApi(cluster.batch.api_client, NAMESPACE, JOB, "nothing")
-    with pytest.raises(RunError, match="cannot change so") as refusal:
-        api.patch_job({"parallelism": 3, "completions": 3})
+    body = {"spec": {"parallelism": 3, "completions": 3}}
+    client = importlib.import_module("kubernetes.client")
+    with pytest.raises(client.ApiException, match="422") as refusal:
+        cluster.batch.patch_namespaced_job(JOB, NAMESPACE, body)
     print(f"as expected, this server refuses the patch of newer ones: {refusal.value}")
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from dynmo.elastic.manager import Manager, Report
 from dynmo.elastic.managers.command import CommandManager
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError
 from tests.processes import wait_until
 
-LEFT = (Member(2, "b", 12, "n2"), Member(3, "b", 13))
-STAY = (Member(0, "a", 10), Member(1, "a", 11))
+LEFT = (RankPlace(2, "b", 12, "n2"), RankPlace(3, "b", 13))
+STAY = (RankPlace(0, "a", 10), RankPlace(1, "a", 11))
 
 
 def python(code: str) -> list[str]:
@@ -32,9 +32,9 @@ def python(code: str) -> list[str]:
 
 @contextmanager
 def open_manager(
-    release: Sequence[str], request: Sequence[str] = (), timeout: float = 30.0
+    give_back: Sequence[str], start: Sequence[str] = (), timeout: float = 30.0
 ) -> Iterator[CommandManager]:
-    manager = CommandManager(release, request, timeout)
+    manager = CommandManager(give_back, start, timeout)
     try:
         yield manager
     finally:
@@ -45,7 +45,7 @@ def wait_for(manager: Manager, count: int = 1) -> list[Report]:
     reports: list[Report] = []
 
     def enough() -> bool:
-        reports.extend(manager.reports())
+        reports.extend(manager.watch())
         return len(reports) >= count
 
     wait_until(enough)
@@ -64,7 +64,7 @@ def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
     )
     with open_manager(python(code)) as manager:
         assert isinstance(manager.name, str)
-        manager.release(LEFT, STAY)
+        manager.give_back(LEFT, STAY)
         (report,) = wait_for(manager)
     assert (report.kind, report.ranks) == ("released", 2)
     assert report.what.startswith("elastic.release_command (")
@@ -87,8 +87,8 @@ def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyP
         "import os;print(os.environ['DYNMO_COUNT'], [k for k, v in os.environ.items() if v == '7'])"
     )
     with open_manager(["true"], python(code)) as manager:
-        assert manager.can_request
-        manager.request(2)
+        assert manager.can_start
+        manager.start(2)
         (report,) = wait_for(manager)
     assert (report.kind, report.ranks) == ("started", 2)
     assert report.what.endswith(": 2 []")
@@ -97,8 +97,8 @@ def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyP
 def test_commands_run_in_order(tmp_path: Path) -> None:
     first = f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; touch {tmp_path}/done"
     with open_manager(["sh", "-c", first], ["test", "-e", f"{tmp_path}/done"]) as manager:
-        manager.release(LEFT, STAY)
-        manager.request(1)
+        manager.give_back(LEFT, STAY)
+        manager.start(1)
         (tmp_path / "go").touch()
         assert [report.kind for report in wait_for(manager, 2)] == ["released", "started"]
 
@@ -116,7 +116,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
 )
 def test_failure_gives_a_one_line_error(command: list[str], says: str) -> None:
     with open_manager(command) as manager:
-        manager.release(LEFT, STAY)
+        manager.give_back(LEFT, STAY)
         (report,) = wait_for(manager)
     assert (report.kind, report.ranks) == ("failed", 2)
     assert says in report.what
@@ -128,7 +128,7 @@ def test_output_of_any_size_and_encoding() -> None:
         "import sys;sys.stdout.buffer.write(b'x' * 10_000_000 + b'\\n\\xff\\x1b[1m' + b'y' * 1000)"
     )
     with open_manager(python(code)) as manager:
-        manager.release(LEFT, STAY)
+        manager.give_back(LEFT, STAY)
         (report,) = wait_for(manager)
     assert report.kind == "released"
     assert len(report.what) < 400
@@ -141,9 +141,10 @@ def test_timeout_kills_the_process_group(tmp_path: Path, monkeypatch: pytest.Mon
     code = f"echo $$ > {pids}; sleep 60 & echo $! >> {pids}; echo begun; touch {begun}; wait"
     hours = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 3600.0 * next(hours) if begun.exists() else 0.0)
-    monkeypatch.setattr("dynmo.elastic.managers.command.time", clock)
+    for module in ("command", "threaded"):
+        monkeypatch.setattr(f"dynmo.elastic.managers.{module}.time", clock)
     with open_manager(["sh", "-c", code], timeout=2) as manager:
-        manager.release(LEFT, STAY)
+        manager.give_back(LEFT, STAY)
         (report,) = wait_for(manager)
     assert report.kind == "failed"
     assert report.seconds >= 3600
@@ -160,7 +161,7 @@ def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
     """
     command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo one rank"]
     with open_manager(["true"], command) as manager:
-        manager.request(1)
+        manager.start(1)
         (report,) = wait_for(manager)
     assert report.kind == "started"
     pid = int((tmp_path / "pid").read_text())
@@ -170,18 +171,18 @@ def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
 
 def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) -> None:
     short = CommandManager(["true"], [], 30)
-    short.release(LEFT, STAY)
+    short.give_back(LEFT, STAY)
     short.close(30)
-    assert [report.kind for report in short.reports()] == ["released"]
+    assert [report.kind for report in short.watch()] == ["released"]
 
     long = CommandManager(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], ["true"], 30)
-    long.release(LEFT, STAY)
-    long.request(1)
+    long.give_back(LEFT, STAY)
+    long.start(1)
     wait_until(lambda: (tmp_path / "pid").exists())
     long.close(0)
     killed, dropped = wait_for(long, 2)
-    long.release(LEFT, STAY)
-    (late,) = long.reports()
+    long.give_back(LEFT, STAY)
+    (late,) = long.watch()
     assert {killed.kind, dropped.kind, late.kind} == {"failed"}
     assert "killed" in killed.what
     assert all("the run has ended" in report.what for report in (killed, dropped, late))
@@ -190,10 +191,10 @@ def test_close_waits_for_short_commands_and_kills_slow_commands(tmp_path: Path) 
 
 def test_close_without_any_call() -> None:
     manager = CommandManager(["true"], [], 30)
-    assert not manager.can_request
+    assert not manager.can_start
     manager.close()
     manager.close()
-    assert manager.reports() == []
+    assert manager.watch() == []
 
 
 def test_check(tmp_path: Path) -> None:

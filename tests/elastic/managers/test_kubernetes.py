@@ -21,7 +21,7 @@ import pytest
 from dynmo.elastic.manager import Manager, Report
 from dynmo.elastic.managers import kubernetes
 from dynmo.elastic.managers.kubernetes import KubernetesManager
-from dynmo.elastic.member import Member
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError
 from tests.cli.runs import free_port
 from tests.elastic.managers.test_command import wait_for
@@ -189,7 +189,9 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeKubernetes]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "_INTERVAL", 0.02)
-    for variable in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "JOB_NAME", "POD_NAMESPACE"):
+    monkeypatch.setenv("POD_NAMESPACE", "training")
+    monkeypatch.setenv("JOB_NAME", "run")
+    for variable in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -197,12 +199,13 @@ Connect = Callable[..., KubernetesManager]
 
 
 @pytest.fixture
-def connect(tmp_path: Path) -> Iterator[Connect]:
+def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     """Connects a manager to a server."""
     made: list[KubernetesManager] = []
 
     def call(url: str, timeout: float = 10.0) -> KubernetesManager:
-        made.append(KubernetesManager("training", "run", timeout, str(kubeconfig(url, tmp_path))))
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(url, tmp_path)))
+        made.append(KubernetesManager(timeout))
         return made[-1]
 
     yield call
@@ -222,8 +225,8 @@ def kubeconfig(url: str, folder: Path) -> Path:
     return path
 
 
-def members(*indexes: int) -> list[Member]:
-    return [Member(i, f"run-{i}", 1) for i in indexes]
+def members(*indexes: int) -> list[RankPlace]:
+    return [RankPlace(i, f"run-{i}", 1) for i in indexes]
 
 
 def one(manager: Manager, kind: str, ranks: int, *words: str) -> Report:
@@ -235,7 +238,7 @@ def one(manager: Manager, kind: str, ranks: int, *words: str) -> Report:
 
 
 def release_last(manager: Manager) -> None:
-    manager.release(members(3), members(0, 1, 2))
+    manager.give_back(members(3), members(0, 1, 2))
 
 
 def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
@@ -245,14 +248,14 @@ def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
 def test_release_and_request_scale_the_job(fake: FakeKubernetes, connect: Connect) -> None:
     manager = connect(fake.url)
     manager.check()
-    assert manager.can_request
+    assert manager.can_start
     before = [fake.pod(0), fake.pod(1)]
-    manager.release(members(2, 3), members(0, 1))
+    manager.give_back(members(2, 3), members(0, 1))
     report = one(manager, "released", 2)
     assert report.what == "job training/run gave 2 of 4 pods back"
     assert report.seconds >= fake.ends_after  # waits until the pods are gone
     assert fake.indexes == [0, 1]
-    manager.request(3)
+    manager.start(3)
     assert one(manager, "started", 3).what == "job training/run has 5 pods, 3 of them new"
     assert fake.indexes == [0, 1, 2, 3, 4]
     assert before == [fake.pod(0), fake.pod(1)]
@@ -269,21 +272,21 @@ def test_released_pods_are_deleted_before_kubernetes_1_27(
     """
     manager = connect(fake.url)
     before = [fake.pod(2), fake.pod(3)]
-    left = [Member(0, "elsewhere", 1, fake.pod(0)), Member(1, "run-1", 1)]
-    stay = [Member(2, "a", 1), Member(3, "b", 1)]
-    manager.release(left, stay)
+    left = [RankPlace(0, "elsewhere", 1, fake.pod(0)), RankPlace(1, "run-1", 1)]
+    stay = [RankPlace(2, "a", 1), RankPlace(3, "b", 1)]
+    manager.give_back(left, stay)
     one(manager, "released", 2)
     assert before == [fake.pod(2), fake.pod(3)]
-    manager.request(2)
+    manager.start(2)
     one(manager, "started", 2)
-    manager.request(1)
+    manager.start(1)
     one(manager, "failed", 1, "4 pods")
     assert fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
 
 
 def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Connect) -> None:
     manager = connect(fake.url)
-    manager.release(members(1, 2), members(0, 3))
+    manager.give_back(members(1, 2), members(0, 3))
     one(manager, "failed", 2, "run-3", "rank 3")
     assert fake.patches == []
 
@@ -304,7 +307,7 @@ def test_server_error_gives_a_one_line_error(
 ) -> None:
     fake.failures = [(method, status, "why\n")]
     manager = connect(fake.url)
-    manager.request(2)
+    manager.start(2)
     one(manager, "failed", 2, word, "(why)")
     assert fake.spec["parallelism"] == 4
 
@@ -313,7 +316,7 @@ def test_server_error_gives_a_one_line_error(
 def test_busy_server_is_retried(fake: FakeKubernetes, connect: Connect, status: int) -> None:
     fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
     manager = connect(fake.url)
-    manager.request(1)
+    manager.start(1)
     one(manager, "started", 1)
     assert fake.failures == []
     fake.failures = [("PATCH", status, "later")] * 1000
@@ -343,12 +346,12 @@ def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> 
     """A later release does not wait for pending pods."""
     fake.free = 1
     manager = connect(fake.url, timeout=0.2)
-    manager.request(2)
+    manager.start(2)
     one(manager, "failed", 2, "6 pods are active, 5 ready, 0 ending after 0.2 s")
     assert fake.spec["parallelism"] == 6
 
     patient = connect(fake.url, timeout=60)
-    patient.request(1)
+    patient.start(1)
     wait_for_patch(fake, parallelism=7)
     release_last(patient)
     given_up, released = wait_for(patient, 2)
@@ -368,6 +371,8 @@ def test_close_does_not_wait_for_pods(fake: FakeKubernetes, connect: Connect) ->
 
 
 def test_check_names_the_missing_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POD_NAMESPACE")
+    monkeypatch.delenv("JOB_NAME")
     with pytest.raises(ConfigError, match="needs POD_NAMESPACE: set it in the pod as in examples"):
         KubernetesManager().check()
     monkeypatch.setenv("POD_NAMESPACE", "training")
@@ -387,10 +392,10 @@ def test_check_names_the_missing_setting(tmp_path: Path, monkeypatch: pytest.Mon
 def test_check_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(ConfigError, match="pip install kubernetes") as caught:
-        KubernetesManager("training", "run").check()
+        KubernetesManager().check()
     assert "\n" not in str(caught.value)
-    manager = KubernetesManager("training", "run")
-    manager.request(1)
+    manager = KubernetesManager()
+    manager.start(1)
     one(manager, "failed", 1, "pip install")
     manager.close()
 

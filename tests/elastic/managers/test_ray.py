@@ -76,9 +76,8 @@ def test_another_task_uses_released_gpus(ray: RayCluster, tmp_path: Path) -> Non
         tmp_path,
         *LENDS_TWO,
         join="""
-become_member()
 (here / f"gpu-{process}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-say(f"member-{process}")
+say(f"joined-{process}")
 heard("done")
 """,
     )
@@ -105,7 +104,7 @@ heard("done")
 def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
     """The cluster has one GPU too few."""
     wait = "until(lambda: signals, 'a signal')"
-    process = launch(ray, tmp_path, "manager.request(4)\nreports(3)", join=wait)
+    process = launch(ray, tmp_path, "manager.start(4)\nreports(3)", join=wait)
     assert end(process) == (0, "", "")
     assert len(reports_of(tmp_path)) == 3
     wait_until(lambda: gone(tmp_path), 15)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.elastic.managers.slurm import LineSplitter, SlurmStarter, own_job_environment
+from dynmo.elastic.managers.slurm import SlurmStarter, own_job_environment, split_lines
 from dynmo.errors import ConfigError
 from tests.elastic.run_launcher import (
     LENDS_TWO,
@@ -62,10 +62,9 @@ def test_another_job_uses_released_nodes(slurm: SlurmCluster, tmp_path: Path) ->
         tmp_path,
         *LENDS_TWO,
         join="""
-become_member()
 keys = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "LOCAL_RANK")
 (here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
-say(f"member-{process}")
+say(f"joined-{process}")
 heard("done")
 """,
     )
@@ -105,13 +104,13 @@ def test_shared_node_is_free_once_both_ranks_left(slurm: SlurmCluster, tmp_path:
     command = launcher(
         tmp_path,
         """
-release(3)
+give_back(3, stay=[0, 1, 2])
 say("leave-3")
 reports(1)
-release(1)
+give_back(1, stay=[0, 2])
 say("leave-1")
 reports(2)
-release(2)
+give_back(2, stay=[0])
 say("leave-2")
 reports(3)
 print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
@@ -142,10 +141,10 @@ def test_ranks_outside_an_allocation_are_jobs(slurm: SlurmCluster, tmp_path: Pat
         tmp_path,
         """
 heard("up")
-release(1)
+give_back(1, stay=[0])
 say("leave")
 reports(1)
-manager.request(4)
+manager.start(4)
 reports(4)
 heard("pending")
 print("result")
@@ -167,7 +166,7 @@ print("result")
 
 @needs_slurm
 def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
-    command = launcher(tmp_path, "manager.request(1)\nreports(1)")
+    command = launcher(tmp_path, "manager.start(1)\nreports(1)")
     process = outside(slurm, tmp_path, command, ["--gres=gpu:1"])
     assert process.communicate(timeout=90)[1] == ""
     assert reports_of(tmp_path)[0].startswith("started 1: process 1 runs on n")
@@ -181,7 +180,7 @@ def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -
 @needs_slurm
 def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The run is in an allocation and continues."""
-    command = launcher(tmp_path, "manager.request(1)\nreports(1)\nprint('goes on')")
+    command = launcher(tmp_path, "manager.start(1)\nreports(1)\nprint('goes on')")
     env = {**PATHS, "JOB_OPTIONS": '["--partition=none"]'}
     slurm.submit(command, 1, "refused", tmp_path / "out", env, [f"--chdir={tmp_path}"])
     slurm.wait_for_state("refused", None)
@@ -256,11 +255,7 @@ def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
     rank = b"step 1\rstep 2\nsrun is a word\nlast srun: "
     text = b"srun: error: no\nstep 1\rstep 2\nslurmstepd: error: 2\n"
     text += b"srun is a word\nlast srun: "
-    split = LineSplitter()
-    pieces: list[tuple[bool, bytes]] = []
-    for at in range(0, len(text), size):
-        pieces += split.add(text[at : at + size])
-    pieces += split.rest()
+    pieces = [*split_lines(text[at : at + size] for at in range(0, len(text), size))]
     assert b"".join(piece for own, piece in pieces if not own) == rank
     srun = [piece for own, piece in pieces if own]
     assert srun == [b"srun: error: no\n", b"slurmstepd: error: 2\n"]
@@ -268,4 +263,4 @@ def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
 
 def test_unfinished_line_of_a_rank_is_passed_on_at_once() -> None:
     """A progress line has no newline."""
-    assert LineSplitter().add(b"step 1") == [(False, b"step 1")]
+    assert next(split_lines(iter([b"step 1", b"more"]))) == (False, b"step 1")

@@ -1,4 +1,4 @@
-"""The processes of a run: where each of them runs, as text and for people."""
+"""The place where a rank runs, as text and for people."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dynmo.errors import RunError
 
 
 @dataclass(frozen=True)
-class Member:
-    """The place where one rank runs.
+class RankPlace:
+    """The process of one rank.
 
     Attributes:
         node: The resource manager's name of the machine or the pod. The default is `host`.
@@ -25,30 +25,28 @@ class Member:
     node: str = ""
     process: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.node}:{self.pid}"
 
-def own_member(rank: int) -> Member:
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def own_place(rank: int) -> RankPlace:
     host, process = socket.gethostname(), os.environ.get("DYNMO_PROCESS", "")
     node = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME") or host
-    return Member(rank, host, os.getpid(), node, int(process) if process.isdigit() else None)
+    return RankPlace(rank, host, os.getpid(), node, int(process) if process.isdigit() else None)
 
 
-def member_text(member: Member) -> str:
-    return json.dumps(asdict(member))
-
-
-def member_from(text: str) -> Member:
-    """Reads the text of `member_text`. Raises RunError if it is none."""
+def place_from(text: str) -> RankPlace:
+    """Reads the text of a place. Raises RunError if it is none."""
     try:
-        return Member(**json.loads(text))
+        return RankPlace(**json.loads(text))
     except (ValueError, TypeError):
         raise RunError(
             "the store of the run does not say where each rank runs; has something else written to "
             "it?"
         ) from None
-
-
-def describe(member: Member) -> str:
-    return f"{member.node}:{member.pid}"
 
 
 def count_text(count: int) -> str:
