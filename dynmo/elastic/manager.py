@@ -101,8 +101,8 @@ class RankProcess(Protocol):
 
     def kill(self) -> None: ...
 
-    def wait(self) -> int:
-        """Waits for its end after `kill`, and returns its exit status."""
+    def wait(self) -> object:
+        """Waits for its end after `kill`."""
         ...
 
     def reason(self) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynmo.errors import InputError, Interrupted, RunError
@@ -45,13 +45,20 @@ class Ending:
     reason: str = ""
 
 
-def read_failures(folder: Path) -> dict[int, Failure]:
-    """Returns what each process has said of its failure, in a file of the launch folder."""
-    return {
-        int(path.name.removeprefix("failed-")): Failure(**json.loads(path.read_text("utf-8")))
-        for path in folder.iterdir()
-        if path.name.startswith("failed-") and path.suffix != ".tmp"
-    }
+def read_failures(folder: Path, ranks: Sequence[int]) -> dict[int, Failure]:
+    """Reads what each process has left in the launch folder about its failure.
+
+    Args:
+        folder: The launch folder.
+        ranks: The process of each rank. A failure waits for processes, too.
+    """
+    failures: dict[int, Failure] = {}
+    for path in folder.glob("failed-*[0-9]"):
+        failure = Failure(**json.loads(path.read_text("utf-8")))
+        waits_for = tuple(ranks[rank] for rank in failure.waits_for if rank < len(ranks))
+        number = int(path.name.removeprefix("failed-"))
+        failures[number] = replace(failure, waits_for=waits_for)
+    return failures
 
 
 def verdict(

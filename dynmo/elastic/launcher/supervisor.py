@@ -25,20 +25,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
-from dynmo.elastic.launcher.failure import (
-    STOPPED,
-    Ending,
-    Failure,
-    how_it_ended,
-    read_failures,
-    verdict,
-)
+from dynmo.elastic.launcher.failure import STOPPED, Ending, how_it_ended, read_failures, verdict
 from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
 from dynmo.errors import ConfigError, RunError
@@ -262,7 +255,7 @@ class Supervisor:
             # A rank may have left, and the message of it come after its end.
             failed_at = (failed_at or now) if failed else None
             if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
-                reports = self._failures()
+                reports = read_failures(self.folder, self._ranks)
                 blamed = {
                     each for number in codes.keys() & reports for each in reports[number].waits_for
                 }
@@ -274,21 +267,10 @@ class Supervisor:
         for process in self._processes:
             while process.told < min(len(self.asked), 2):
                 process.told += 1
-                if process.code is None:
-                    if process.told == 1:
-                        process.handle.send_signal(signal.SIGTERM)
-                    else:
-                        process.handle.kill()
-
-    def _failures(self) -> dict[int, Failure]:
-        """Returns the failures by process. They wait for processes, too."""
-        known = dict(enumerate(self._ranks))
-        return {
-            number: replace(
-                each, waits_for=tuple(known[rank] for rank in each.waits_for if rank in known)
-            )
-            for number, each in read_failures(self.folder).items()
-        }
+                if process.code is None and process.told == 1:
+                    process.handle.send_signal(signal.SIGTERM)
+                elif process.code is None:
+                    process.handle.kill()
 
     # -- talking to rank 0 -------------------------------------------------------------------------
 
@@ -321,13 +303,12 @@ class Supervisor:
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
     ) -> None:
         """Acts on a message of rank 0 (`LauncherManager`)."""
+        known = range(len(self._processes))
         if ranks:
-            self._ranks = [number for number in ranks if number in range(len(self._processes))]
-            for number in self._ranks:
-                self._processes[number].was_rank = True
-        if give_back:
-            leaving = [process for process in self._processes if process.number in give_back]
-            self._leaving.append((leaving, []))
+            self._ranks = [number for number in ranks if number in known]
+        for number in self._ranks:
+            self._processes[number].was_rank = True
+        self._leaving.append(([self._processes[each] for each in give_back if each in known], []))
         for _ in range(start * self._rank_0_lives):
             try:
                 self._start(joins=True)
@@ -339,12 +320,9 @@ class Supervisor:
         ending = Ending(process.code, process.handle.reason())
         if process.was_rank and ending.code in (0, STOPPED):
             return
-        failure = read_failures(self.folder).get(process.number)
-        why = (
-            f"failed: {failure.message}"
-            if failure
-            else how_it_ended(ending, self._log(process.number))
-        )
+        failure = read_failures(self.folder, ()).get(process.number)
+        how = how_it_ended(ending, self._log(process.number))
+        why = how if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if process.was_rank else "did not join: it"
         # A rank that has left was not asked for.
         ranks = int(not process.was_rank)
@@ -387,7 +365,8 @@ class Supervisor:
         self._look()
         handles = {number: self._processes[number].handle for number in self._ranks}
         endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}
-        return verdict(endings, self._failures(), self.log_folder, len(self.asked))
+        reports = read_failures(self.folder, self._ranks)
+        return verdict(endings, reports, self.log_folder, len(self.asked))
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
@@ -398,10 +377,10 @@ class Supervisor:
             if len(self.asked) > 1:
                 break
             time.sleep(_TICK)
-        for process in self._processes:
-            if process.code is None:
-                process.handle.kill()
-        for process in self._processes:
-            process.handle.wait()
+        living = [process.handle for process in self._processes if process.code is None]
+        for handle in living:
+            handle.kill()
+        for handle in living:
+            handle.wait()
         for thread in self._releases:
             thread.join(max(0.0, end - time.monotonic()))

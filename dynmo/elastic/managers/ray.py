@@ -39,22 +39,18 @@ class RankActor:
         self._asked: list[int] = []
 
     def run(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: str,
-        out: str,
-        err: str,
+        self, command: Sequence[str], env: Mapping[str, str], folder: str, out: str, err: str
     ) -> int:
-        env = {**environment, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = {**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env.pop("CUDA_VISIBLE_DEVICES", None)
         if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
             env["CUDA_VISIBLE_DEVICES"] = devices
         # `enter_rank` lets the process die with this one.
         env["DYNMO_LAUNCHER"] = str(os.getpid())
+        none = subprocess.DEVNULL
         with Path(out).open("ab") as stdout, Path(err).open("ab") as stderr:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=folder
+                command, stdin=none, stdout=stdout, stderr=stderr, env=env, cwd=folder
             )
         for number in self._asked:
             self._process.send_signal(number)
@@ -144,14 +140,12 @@ class RayProcess:
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
-        if self._killed is None:
-            self._killed = code
+        self._killed = self._killed or code
         self._free()
 
-    def wait(self) -> int:
+    def wait(self) -> None:
         self._waiter.join(10.0)
-        code = self.poll()
-        return -signal.SIGKILL if code is None else code
+        self.poll()  # for the rest of the output
 
 
 class RayStarter:

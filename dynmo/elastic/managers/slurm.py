@@ -39,7 +39,7 @@ _SRUN = (
 )
 
 
-class SlurmProcess:
+class SlurmProcess(subprocess.Popen[bytes]):
     """A rank that runs under its own `srun`. Its node is None if it has a job of its own."""
 
     def __init__(
@@ -50,35 +50,31 @@ class SlurmProcess:
         self._errors: list[str] = []
         # srun dies with the launcher, and the rank with srun.
         dies = ["setpriv", "--pdeathsig=KILL"] if shutil.which("setpriv") else []
+        command = [*dies, *_SRUN, *options, *rank.command]
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
         with contextlib.nullcontext() if rank.log is None else rank.log.open("ab") as out:
-            self._srun = subprocess.Popen(
-                [*dies, *_SRUN, *options, *rank.command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.PIPE,
-                env=env,
-                start_new_session=True,  # Ctrl-C of the terminal is for the launcher
+            # Ctrl-C of the terminal is for the launcher.
+            super().__init__(
+                command, stdin=none, stdout=out, stderr=pipe, env=env, start_new_session=True
             )
         self._reader = threading.Thread(target=self._read, args=(rank.log,), daemon=True)
         self._reader.start()
 
     def _read(self, log: Path | None) -> None:
         """Passes on the rank's stderr, and keeps the lines of srun."""
-        assert self._srun.stderr is not None
-        stderr = contextlib.nullcontext(sys.stderr.buffer)
-        with stderr if log is None else log.open("ab") as out, self._srun.stderr as pipe:
+        assert self.stderr is not None
+        terminal = contextlib.nullcontext(sys.stderr.buffer)
+        with terminal if log is None else log.open("ab") as out, self.stderr as pipe:
             for own, piece in split_lines(iter(lambda: os.read(pipe.fileno(), 65536), b"")):
                 if own:
-                    self._hear(piece.decode(errors="replace"))
+                    self._hear(piece.decode(errors="replace").strip())
                 else:
                     out.write(piece)
                     out.flush()
 
     def _hear(self, line: str) -> None:
-        said = re.fullmatch(r"(?:srun|slurmstepd[^:]*): (error: |fatal: )?(.*)", line.strip())
-        if said is None:
-            return
-        level, message = said.groups()
+        said = re.fullmatch(r"(?:srun|slurmstepd[^:]*): (error: |fatal: )?(.*)", line)
+        level, message = said.groups() if said else ("", "")
         if self.process == 0 and _PENDING in message:
             print(f"dynmo: rank 0: {message}", file=sys.stderr)
         says_more = not any(part in message for part in _STATUS_ONLY)
@@ -91,33 +87,27 @@ class SlurmProcess:
         return "; ".join(self._errors)
 
     def poll(self) -> int | None:
-        code = self._srun.poll()
+        code = super().poll()
         if code is not None and code > 128 and code != 130:  # the rank's signal, as a shell says it
             return 128 - code
         return code
 
-    def send_signal(self, sig: int, /) -> None:
+    def send_signal(self, sig: int) -> None:
         if not self._signal_step(sig):
-            self._srun.terminate()  # the rank has not begun, or this kills it
+            super().send_signal(signal.SIGTERM)  # srun then ends what it waits for
 
     def kill(self) -> None:
         self._signal_step(signal.SIGKILL)
-        self._srun.kill()
+        super().send_signal(signal.SIGKILL)
 
     def _signal_step(self, sig: int) -> bool:
         """Returns whether the rank has got the signal. It must have entered the run."""
         try:
             step = json.loads(self._entered.read_text(encoding="utf-8"))["step"]
-            _run(["scancel", f"--signal={signal.Signals(sig).name[3:]}", step])
+            _run("scancel", f"--signal={signal.Signals(sig).name[3:]}", step)
         except (OSError, ValueError, LookupError, RunError):
             return False
         return True
-
-    def wait(self) -> int:
-        self._srun.wait()
-        code = self.poll()
-        assert code is not None
-        return code
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bool, bytes]]:
@@ -143,7 +133,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bool, bytes]]:
         yield held.startswith(_OWN), held
 
 
-def _run(command: Sequence[str], folder: Path | None = None) -> str:
+def _run(*command: str, folder: Path | None = None) -> str:
     name = " ".join(command[:2])
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_LIMIT)
@@ -186,29 +176,28 @@ class SlurmStarter:
         try:
             if self._job is None:
                 where = "no allocation (SLURM_JOB_ID) and no controller"
-                answer = _run(["scontrol", "ping"])
+                answer = _run("scontrol", "ping")
                 if "UP" not in answer:
                     raise RunError(" ".join(answer.split()))
             else:
                 nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-                self._nodes = _run(["scontrol", "show", "hostnames", nodes]).split()
+                self._nodes = _run("scontrol", "show", "hostnames", nodes).split()
         except RunError as error:
             raise ConfigError(f"--launcher slurm: {where}: {error}") from None
 
     def start(self, rank: RankCommand) -> RankProcess:
         if self._job is None or rank.joins:
-            env = own_job_environment(rank.environment)
-            env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            env = own_job_environment(rank.environment) | _local_ranks(0, 1)
             name = f"--job-name={'dynmo-join' if rank.joins else 'dynmo'}"
             return SlurmProcess(rank, [name, *self._job_options], env, None)
-        at, size = rank.process, self._size
-        nodes = self._nodes[:size]
+        # A node has as many ranks as the others, in order. They share its devices, as under
+        # torchrun.
+        size, nodes = self._size, self._nodes[: self._size]
         node_of = [nodes[each * len(nodes) // size] for each in range(size)]
-        node = node_of[at]
-        env = {**os.environ, **rank.environment, "LOCAL_RANK": str(node_of[:at].count(node))}
-        env["LOCAL_WORLD_SIZE"] = str(node_of.count(node))
-        # Ranks share the devices of their node, as under torchrun.
-        options = [f"--job-name=dynmo-{at}", "--overlap", f"--nodelist={node}"]
+        node = node_of[rank.process]
+        place = (node_of[: rank.process].count(node), node_of.count(node))
+        env = {**os.environ, **rank.environment, **_local_ranks(*place)}
+        options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
         self._steps.append(SlurmProcess(rank, options, env, node))
         return self._steps[-1]
 
@@ -219,20 +208,23 @@ class SlurmStarter:
         nodes = sorted({process.node for process in ended if process.node is not None})
         with self._resizing:
             shared = {step.node for step in self._steps if step.poll() is None}
-            free = [node for node in nodes if node not in shared and not _is_own(node)]
+            own = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+            free = [node for node in nodes if node not in {own, *shared}]
             if free:
                 stay = [node for node in self._nodes if node not in free]
                 # scontrol writes a script that corrects the environment of a shell into its folder.
                 folder = self._folder if self._folder.is_dir() else None
-                resize = [f"JobId={self._job}", f"NodeList={','.join(stay)}"]
-                _run(["scontrol", "update", *resize], folder)
+                listed = f"NodeList={','.join(stay)}"
+                _run("scontrol", "update", f"JobId={self._job}", listed, folder=folder)
                 self._nodes = stay
                 told.append(f"job {self._job} gave back {', '.join(free)}")
-        for node in nodes:
-            if node in shared:
-                told.append(f"{node} cannot be given back until its last rank leaves")
-            elif node not in free:
-                told.append(f"{node} stays: the launcher runs there")
+        told += [
+            f"{node} cannot be given back until its last rank leaves"
+            if node in shared
+            else f"{node} stays: the launcher runs there"
+            for node in nodes
+            if node not in free
+        ]
         if not free and not jobs:
             raise RunError("; ".join(told))
         return "; ".join(told)
@@ -253,6 +245,5 @@ def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _is_own(node: str) -> bool:
-    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
-    return node == here
+def _local_ranks(rank: int, size: int) -> dict[str, str]:
+    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
