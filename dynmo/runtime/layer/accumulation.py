@@ -16,7 +16,7 @@ replicas gives the same bits. The reference is one rank with as many groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -62,6 +62,14 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         # Equal to zeros + b, which is b but for the sign of a zero.
         return b if b is None else b.add_(0.0)
     return a.add_(0.0) if b is None else a.add_(b)
+
+
+def tree_sum(tensors: Iterable[tuple[int, Tensor | None]], count: int) -> Tensor | None:
+    """Returns the sum of `count` tensors, given in order with their places. Others are 0."""
+    tree = Tree()
+    for place, tensor in tensors:
+        tree.put(place, tensor)
+    return tree.total(count)
 
 
 class AccumulationGroups:
@@ -110,27 +118,24 @@ class AccumulationGroups:
 
     def after_input(self, microbatch: int) -> None:
         """Notes that B is done. W is not yet done (unless nothing is `watching`)."""
-        if self._count > 1:
-            self._decide(self._by_input)
-            self._end(self._by_input, microbatch)
+        self._after(self._by_input, microbatch)
 
     def after_weight(self, microbatch: int) -> None:
-        if self._count > 1:
-            self._decide(self._by_weight)
-            self._end(self._by_weight, microbatch)
-            if microbatch == self._last:
-                for parameter, tree in self._trees.items():
-                    parameter.grad = tree.total(self._count)
-                self._trees.clear()
-        if self._done is not None and microbatch == self._last:
-            self._done()
+        self._after(self._by_weight, microbatch)
+        if microbatch == self._last:
+            for parameter, tree in self._trees.items():
+                parameter.grad = tree.total(self._count)
+            self._trees.clear()
+            if self._done is not None:
+                self._done()
 
-    def _decide(self, into: list[nn.Parameter]) -> None:
+    def _after(self, parameters: list[nn.Parameter], microbatch: int) -> None:
+        """Sets the gradients of these parameters aside, and of undecided ones that have one."""
+        if self._count == 1:
+            return
         if self._undecided:
-            into += [p for p in self._undecided if p.grad is not None]
+            parameters += [p for p in self._undecided if p.grad is not None]
             self._undecided = [p for p in self._undecided if p.grad is None]
-
-    def _end(self, parameters: Sequence[nn.Parameter], microbatch: int) -> None:
         done, rest = divmod(microbatch + 1, self._each)
         if rest:
             return

@@ -88,7 +88,7 @@ class AdamW(Fused):
         )
 
     def _invert(self, p: Tensor, g: Tensor, state: Named, group: Named) -> None:
-        """A moment whose b is 0 has no past, and becomes 0.
+        """A moment whose b is 0 has no past, and becomes 0 but for rounding.
 
         u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
         p = (p + u) / (1 - lr wd)
@@ -99,8 +99,8 @@ class AdamW(Fused):
         root = (second / (1 - b2**t)).sqrt_().add_(group["eps"])
         p.addcdiv_(first, root, value=lr / (1 - b1**t)).div_(1 - lr * group["weight_decay"])
         # Rounding may leave a negative square.
-        second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
-        first.sub_(g, alpha=1 - b1).div_(b1) if b1 else first.zero_()
+        second.addcmul_(g, g, value=b2 - 1).div_(b2 or 1.0).clamp_(min=0)
+        first.sub_(g, alpha=1 - b1).div_(b1 or 1.0)
         state["step"].sub_(1)
 
 

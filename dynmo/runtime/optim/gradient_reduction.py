@@ -34,7 +34,7 @@ from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import zero_gradient
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.layer.accumulation import tree_sum
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
@@ -186,10 +186,7 @@ def _reduce(
     parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
     rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
     del parts
-    tree = Tree()
-    for replica, row in enumerate(rows):
-        tree.put(replica, row)
-    total = tree.total(peers.size)
+    total = tree_sum(enumerate(rows), peers.size)
     assert total is not None
     sums, present = total.split([total.numel() - len(group), len(group)])
     if everywhere:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynmo.kernels.split import gradient_dtype
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.layer.accumulation import tree_sum
 from dynmo.runtime.optim.gradient_reduction import Shared, buckets, flat_gradient
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
@@ -50,10 +50,8 @@ def reduce_spread(
     """Sums the gradients of a layer's spread weights over the peers, in place, for all holders."""
     for weight in weights:
         if weight.holders == 1 and weight.held and weight.parameter.requires_grad:
-            tree = Tree()
-            for source, parameter in sorted(weight.gradients.items()):
-                tree.put(source, parameter.grad)
-            weight.parameter.grad = tree.total(peers.size)
+            rows = [(source, p.grad) for source, p in sorted(weight.gradients.items())]
+            weight.parameter.grad = tree_sum(rows, peers.size)
     missing: list[tuple[nn.Parameter, Tensor]] = []
     several = [weight for weight in weights if weight.holders > 1]
     # A holder sends a row for each replica that it computes.
@@ -120,13 +118,8 @@ def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -
             for source in weight.sources[replica]:
                 end = start + weight.length(me) + 1
                 rows[weight.name][source], start = received[start:end], end
-    return {name: _sum(name, own, len(arrived)) for name, own in rows.items()}
-
-
-def _sum(name: str, rows: Mapping[int, Tensor], replicas: int) -> Tensor:
-    tree = Tree()
-    for source, row in sorted(rows.items()):
-        tree.put(source, row)
-    total = tree.total(replicas)
-    assert total is not None, f"every replica's rows of {name} are computed somewhere"
-    return total
+    return {
+        name: total
+        for name, own in rows.items()  # every replica's rows are computed somewhere
+        if (total := tree_sum(sorted(own.items()), len(arrived))) is not None
+    }

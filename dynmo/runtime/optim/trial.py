@@ -73,7 +73,7 @@ def find_state(
     make: Make, options: Mapping[str, Any], dims: int, device: torch.device
 ) -> dict[str, Any]:
     """Returns the state of a small parameter with these dimensions."""
-    parameter = _small(dims, device)
+    parameter = _draw(_shape(dims), device)
     state = _train(make, [(options, [parameter])]).state.get(parameter, {})
     return {
         key: _checked(name_of(make), key, value)
@@ -115,7 +115,7 @@ def check_is_separable(
     """
     name = name_of(make)
     together = [
-        (options, [_small(each, device, seed) for seed in range(2) for each in dims])
+        (options, [_draw(_shape(each), device, seed) for seed in range(2) for each in dims])
         for options, dims in groups
     ]
     pairs = [(options, p, p.clone()) for options, parameters in together for p in parameters]
@@ -131,9 +131,9 @@ def check_is_separable(
 
 def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device) -> bool:
     """Returns whether parts of a parameter are updated like the whole, as ZeRO-1 asks."""
-    whole = _small(2, device)
+    whole = _draw(_shape(2), device)
     parts = [part.clone() for part in whole.reshape(-1).split(4)]
-    gradients = [_gradient(whole, step) for step in range(_STEPS)]
+    gradients = [_draw(whole.shape, device, 1 + step) for step in range(_STEPS)]
     try:
         _train(make, [(options, [whole])], gradients)
         for at, part in enumerate(parts):
@@ -150,15 +150,10 @@ def _shape(dims: int) -> tuple[int, ...]:
     return tuple(range(2, 2 + dims))
 
 
-def _small(dims: int, device: torch.device, seed: int = 0) -> Tensor:
+def _draw(shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
     with unset_fake_temporarily():
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(_shape(dims), generator=generator).to(device)
-
-
-def _gradient(parameter: Tensor, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + step)
-    return torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        return torch.randn(shape, generator=generator).to(device)
 
 
 def _train(
@@ -181,7 +176,8 @@ def _train(
         for step in range(_STEPS):
             for _, parameters in groups:
                 for p in parameters:
-                    p.grad = _gradient(p, step) if gradients is None else gradients[step].clone()
+                    own = _draw(p.shape, p.device, 1 + step)
+                    p.grad = own if gradients is None else gradients[step].clone()
             try:
                 optimizer.step()
             except Exception as error:  # anything that the user's code raises
