@@ -37,6 +37,7 @@ from dynmo.errors import ConfigError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
+    from dynmo.elastic.launch import Store
     from dynmo.elastic.manager import Starter
     from dynmo.events import Event
     from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -125,16 +126,22 @@ def _spawn(config: Config, folder: Path, options: TrainOptions) -> int:
     flags = [*["--resume"] * options.resume, *["--json"] * options.as_json]
     line = rank_command("train", str(folder / "config.toml"), *flags)
     launcher = options.launcher or Launcher.local
-    rendezvous_file = folder / "rendezvous.json"  # for joiners
+    rendezvous_file = folder / "rendezvous.json"  # for newcomers
     rendezvous_file.unlink(missing_ok=True)  # of a run that was killed
     try:
         if launcher is Launcher.local:
             return spawn(line, config.ranks, config.parallel.threads, folder)
         shared = folder / ".launch"
         starter = _starter(launcher, config, shared)
-        return spawn(
-            line, config.ranks, config.parallel.threads, folder, starter, shared, rendezvous_file
-        )
+        parallel = config.parallel
+
+        def open_store() -> Store:
+            from dynmo.runtime.comm.store import home_of, serve  # loads torch while ranks start
+
+            return home_of(serve(rendezvous_file, parallel.timeout))
+
+        where = (folder, starter, shared, rendezvous_file, open_store)
+        return spawn(line, config.ranks, parallel.threads, *where)
     finally:
         rendezvous_file.unlink(missing_ok=True)
         if sys.stderr.isatty():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dynmo.cost.layer_cost import LayerCost
@@ -17,7 +16,7 @@ from dynmo.elastic.join_requests import Newcomer, newcomer_text
 from dynmo.elastic.place import own_place
 from dynmo.errors import InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity
-from dynmo.runtime.comm.store import find_missing, open_rendezvous, read_rendezvous
+from dynmo.runtime.comm.store import find_missing, home_of, open_rendezvous, read_rendezvous
 from dynmo.runtime.comm.world import World
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def outside_world(file: Path, *, device: torch.device, timeout: float, staged: b
         store = open_rendezvous(record, timeout)
     except RunError as error:
         raise RunGone(f"{file}: {error}") from None
-    home = dist.PrefixStore("gen/0", store)
+    home = home_of(store)
     if find_missing(home, ["here/0"]):
         raise RunGone(f"{file}: no run meets where it says")
     return World.outside(home, device=device, timeout=timeout, staged=staged)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dynmo.elastic.join_requests import JoinRequests, newcomer_from
-from dynmo.elastic.launch import FolderStore, LauncherManager
+from dynmo.elastic.launch import FolderStore, LauncherManager, Store
 from dynmo.elastic.managers import make_manager
 from dynmo.elastic.place import RankPlace, count_text
 from dynmo.errors import RunError
@@ -39,7 +39,7 @@ class Newcomers:
 
     def __init__(self, elastic: Elastic, world: World, identity: Identity) -> None:
         assert world.home is not None, "ranks of a program's own process groups stay"
-        self._launcher = _launcher()
+        self._launcher = _launcher(world.home)
         self._manager = make_manager(elastic, self._launcher)
         self._join_requests = JoinRequests(world.home, world.usual_timeout)
         self._identity, self._join_timeout = identity, elastic.join_timeout
@@ -153,7 +153,9 @@ class Newcomers:
         self._events.append(partial(FaultEvent, what=what))
 
 
-def _launcher() -> LauncherManager | None:
+def _launcher(home: Store) -> LauncherManager | None:
     """Returns the launcher of dynmo's that started this process, if one did."""
+    if "DYNMO_RENDEZVOUS_FILE" in os.environ:
+        return LauncherManager(home)
     folder = os.environ.get("DYNMO_RENDEZVOUS")
     return None if folder is None else LauncherManager(FolderStore(Path(folder)))

@@ -416,7 +416,7 @@ def test_launcher_gets_the_run_folder_for_rendezvous(
     monkeypatch.setattr("dynmo.elastic.managers.slurm.SlurmStarter", lambda *arguments: arguments)
     options = ("elastic.job_options=['--partition=p']",)
     assert run(tmp_path, "run.toml", "--launcher", "slurm", sets=options).status == 0
-    ((command, ranks, _, folder, starter, shared, rendezvous_file),) = given
+    ((command, ranks, _, folder, starter, shared, rendezvous_file, _),) = given
     assert command[-2:] == ["train", "runs/main/config.toml"]
     assert (ranks, str(folder)) == (2, "runs/main")
     assert starter == (2, shared, ("--partition=p",))

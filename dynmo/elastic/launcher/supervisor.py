@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -56,6 +56,7 @@ def spawn(
     starter: Starter | None = None,
     folder: Path | None = None,
     rendezvous_file: Path | None = None,
+    open_store: Callable[[], Store] | None = None,
 ) -> int:
     """Runs `command` as `size` ranks until all have ended. No process is left behind.
 
@@ -72,6 +73,7 @@ def spawn(
             removed at the end. None means a temporary folder.
         rendezvous_file: The file that says where the ranks meet. The caller removes it before and
             after. None means that they meet in `folder`.
+        open_store: Opens the store of the ranks, once they start. None means that of `folder`.
 
     Returns:
         0, or 130 if all ranks stopped because a signal asked.
@@ -93,7 +95,7 @@ def spawn(
         run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
             run.start_ranks()
-            run.watch(FolderStore(path))
+            run.watch(FolderStore(path) if open_store is None else open_store())
             return run.verdict()
         finally:
             run.end()

@@ -15,13 +15,13 @@ class Rendezvous:
     """The place where the ranks of a run find each other.
 
     Local ranks meet in a folder that only this user can read. Ranks of torchrun and srun meet at an
-    address. Ranks that dynmo's launcher started on several machines read the address of rank 0
+    address. Ranks that dynmo's launcher started on several machines read its address
     from a file. Without any of the three there is one rank.
 
     Attributes:
         loopback: The address is the loopback's and every rank is on this machine. Nothing needs
             to be open to the network.
-        file: The file into which rank 0 writes its address and port.
+        file: The file into which the launcher writes its address and port.
     """
 
     rank: int

@@ -25,7 +25,7 @@ from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 
 # Seconds that a wait may take beyond `parallel.timeout`, its own limit.
 _SLACK = 2.0
-# Seconds between two looks for the address of rank 0.
+# Seconds between two looks for the address of the launcher.
 _POLL = 0.05
 # Most bytes of the file that says where ranks meet.
 _MOST = 1 << 16
@@ -77,7 +77,7 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
 def open_next_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     """Opens a store like `open_store`, for a further world of the same processes.
 
-    The launcher's own store stays open, since rank 0 may serve it.
+    The store of torchrun's ranks stays open, since rank 0 may serve it.
     """
     if rendezvous == ALONE:
         return open_store(rendezvous, timeout)
@@ -267,26 +267,34 @@ def _stay_on_loopback(address: str) -> None:
 
 
 def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
-    """Opens a store on rank 0. The others wait for the file with its address."""
-    if rendezvous.rank == 0:
-        return _serve(file, timeout)
+    """Opens the launcher's store. Waits for the file with its address."""
     end = time.monotonic() + timeout
     # A listing shows a new file of another machine at once. A network file system may keep the
     # answer that one file does not exist.
     while file.name not in (path.name for path in file.parent.iterdir()):
         if time.monotonic() >= end:
-            late = f"rank {rendezvous.rank} waited {timeout:g} s for rank 0"
-            raise WaitTimeout(f"{late}, which has not written its address to {file}", [0])
+            late = f"rank {rendezvous.rank} waited {timeout:g} s for the launcher"
+            raise WaitTimeout(f"{late}, which has not written its address to {file}")
         time.sleep(_POLL)
     try:
         return open_rendezvous(rendezvous_record(rendezvous), timeout)
     except WaitTimeout as error:
-        raise WaitTimeout(f"rank {rendezvous.rank} {error}", [0]) from None
+        raise WaitTimeout(f"rank {rendezvous.rank} {error}") from None
     except RunError as error:
-        raise RankDied(f"rank {rendezvous.rank} lost rank 0 as it joined ({error})") from None
+        raise RankDied(f"rank {rendezvous.rank} lost the launcher as it joined ({error})") from None
 
 
-def _serve(file: Path, timeout: float) -> dist.Store:
+def home_of(store: dist.Store) -> dist.Store:
+    """Returns the part of a store in which the first generation of ranks meets."""
+    return dist.PrefixStore("gen/0", store)
+
+
+def serve(file: Path, timeout: float) -> dist.Store:
+    """Opens a store in the launcher, and writes its address to a file.
+
+    Raises:
+        RunError: The ranks could not reach it.
+    """
     address = os.environ.get("MASTER_ADDR") or socket.gethostname()
     port, listener = 0, None
     try:
@@ -297,8 +305,9 @@ def _serve(file: Path, timeout: float) -> dist.Store:
         store = _within_limit(timeout, lambda: _tcp_store(address, port, timeout, True, listener))
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         why = first_line(error) or f"no connection within {timeout:g} s"
-        advice = "set MASTER_ADDR to an address of its machine that the others reach"
-        raise RunError(f"rank 0 could not open a store at {address}: {why}; {advice}") from None
+        advice = "set MASTER_ADDR to an address of its machine that the ranks reach"
+        what = f"the launcher could not open a store at {address}"
+        raise RunError(f"{what}: {why}; {advice}") from None
     _stay_on_loopback(address)
     record = {"address": address, "port": store.port}
     write_whole(file, json.dumps(record), mode=0o600)
