@@ -7,8 +7,6 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
-from dynmo.errors import RunError
-
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -39,14 +37,7 @@ def own_place(rank: int) -> RankPlace:
 
 
 def place_from(text: str) -> RankPlace:
-    """Reads the text of a place. Raises RunError if it is none."""
-    try:
-        return RankPlace(**json.loads(text))
-    except (ValueError, TypeError):
-        raise RunError(
-            "the store of the run does not say where each rank runs; has something else written to "
-            "it?"
-        ) from None
+    return RankPlace(**json.loads(text))
 
 
 def count_text(count: int) -> str:

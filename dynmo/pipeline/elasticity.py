@@ -30,7 +30,7 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.plan.partition import kept_ranks
-from dynmo.runtime.comm.store import read_all, tell_all
+from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.migration import Migration
@@ -87,7 +87,6 @@ class Elasticity:
         self._events: list[Event] = []
         # True if this rank is out of the run.
         self.left = False
-        self.enroll()
 
     def go_on(self, rebalancer: Rebalancer, reference: float | None) -> None:
         """Takes up the measurements of a loaded checkpoint."""
@@ -96,12 +95,6 @@ class Elasticity:
     @property
     def _everyone(self) -> World:
         return self._pipeline.store.world.everyone
-
-    def enroll(self) -> None:
-        """Sends this rank's place to the others. Called when the ranks have met anew."""
-        world = self._everyone
-        text = own_place(world.rank).to_text()
-        tell_all(world.store, "place", world.rank, text, world.timeout)
 
     @property
     def gpu_seconds_returned(self) -> float:
@@ -244,7 +237,8 @@ class Elasticity:
 
     def _places(self) -> list[RankPlace]:
         world = self._everyone
-        return [*map(place_from, read_all(world.store, "place", world.size, world.timeout))]
+        text = own_place(world.rank).to_text()
+        return [*map(place_from, share_texts(world, text, "where all ranks run"))]
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -303,7 +297,6 @@ class Elasticity:
             reason=plan.reason,
         )
         self._tell(result, told)
-        self.enroll()
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
         if self.options.elastic.releaser == "kubernetes":
@@ -330,7 +323,6 @@ class Elasticity:
             self._postponed = plan.shape
             self._rebalancer.on_resize(step, None)
             self._tell(FaultEvent(step, str(error)))
-            self.enroll()
             return True
         if self._newcomers is not None:
             self._newcomers.on_resize([*self._places_before, *joined])
@@ -347,10 +339,10 @@ class Elasticity:
 
     def _let_in(self, step: int, plan: _Plan, state: dict[str, Any]) -> list[RankPlace]:
         """Lets the newcomers of a plan in, on rank 0. Returns where they run."""
+        self._places_before = self._places()
         if self._newcomers is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
-        self._places_before = self._places()
         layout, spread = pipeline.store.layout, CaseContext(pipeline).spread
         groups = {} if spread is None else spread.placements
         message = NewcomerState(

@@ -181,9 +181,8 @@ def _closed_at_exit(world: comm.World) -> comm.World:
 
 def _take_threads(world: comm.World, threads: int) -> None:
     try:
-        counts = torch.zeros(world.size, dtype=torch.int64)
-        counts[world.rank] = threads
-        of = world.sum(counts, "all ranks to compare their threads").tolist()
+        what = "all ranks to compare their threads"
+        of = world.gather(torch.tensor(threads), what).tolist()
         if len(set(of)) > 1:
             ranks = {
                 n: [rank for rank in range(world.size) if of[rank] == n] for n in sorted(set(of))

@@ -13,6 +13,8 @@ from dynmo.runtime.comm.world import World
 
 # Most letters of a rank's reason for a failure that the others get.
 _REASON_LETTERS = 200
+# Less than any digest with its sign turned.
+_NONE = -1 << 62
 
 
 def _short_digest(text: str) -> int:
@@ -35,16 +37,20 @@ def agree(world: World, value: object, what: str) -> None:
     Raises:
         RunError: The ranks decided differently. All ranks raise it, those without a part too.
     """
-    everyone = world.everyone
-    own = torch.tensor(0 if value is None else 1 + _short_digest(repr(value)))
-    said = {r: digest for r, digest in enumerate(everyone.gather(own, what).tolist()) if digest}
-    if len(set(said.values())) > 1:
-        first = min(said)
-        other = [r for r, digest in said.items() if digest != said[first]]
-        raise RunError(
-            f"{everyone.describe_rank(first)} and {everyone.name_ranks(other)} disagree on {what}; "
-            "do all run the same dynmo, config and data?"
-        )
+    everyone, digest = world.everyone, 0 if value is None else 1 + _short_digest(repr(value))
+    # The largest and the smallest digest take a few bytes, and a table of all grows with the ranks.
+    both = torch.tensor([digest, -digest if digest else _NONE])
+    largest, smallest = everyone.largest(both, what).tolist()
+    if largest in (0, -smallest):
+        return
+    said_by_all = everyone.gather(torch.tensor(digest), what).tolist()
+    said = {r: each for r, each in enumerate(said_by_all) if each}
+    first = min(said)
+    other = [r for r, each in said.items() if each != said[first]]
+    raise RunError(
+        f"{everyone.describe_rank(first)} and {everyone.name_ranks(other)} disagree on {what}; "
+        "do all run the same dynmo, config and data?"
+    )
 
 
 def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:

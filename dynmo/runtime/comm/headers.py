@@ -219,6 +219,7 @@ TAG_TRACE = 1 << 22
 TAG_TIED = 1 << 23
 TAG_PREFIX = 1 << 24
 TAG_VERDICT = 1 << 25
+TAG_SUMS = 1 << 26
 
 
 def tag_of(channel: Channel) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dynmo.errors import RankDied, WaitTimeout
 from dynmo.kernels.torch_private import restart_group_names
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
-from dynmo.runtime.comm.store import claim, find_missing
+from dynmo.runtime.comm.store import await_all, claim, find_missing
 
 
 def backend_of(enqueues: bool) -> str:
@@ -29,13 +29,11 @@ def form_default_group(
     claim(store, rank, join_timeout)
     waited = min(join_timeout, timeout)
     try:
-        if join_timeout < timeout:
-            store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=join_timeout))
+        await_all(store, "here", size, waited)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         # A rank that fails at once and leaves would break the connections that others are still
         # making.
-        store.set(f"joined/{rank}", "1")
-        store.wait([f"joined/{other}" for other in range(size)], limit)
+        await_all(store, "joined", size, timeout)
     except RuntimeError as error:
         leave_default_group()
         absent = find_missing(store, [f"here/{other}" for other in range(size)])

@@ -381,61 +381,41 @@ def claim(store: dist.Store, rank: int, timeout: float) -> None:
         raise RunError(f"another process is rank {rank} of this run, too; {advice}")
 
 
+def await_all(store: dist.Store, what: str, size: int, timeout: float) -> None:
+    """Waits until all ranks have called it. A rank makes at most three short requests."""
+    if store.add(f"{what}/count", 1) == size:
+        store.set(f"{what}/all", "1")
+    store.wait([f"{what}/all"], timedelta(seconds=timeout))
+
+
 def no_answer(seconds: float) -> WaitTimeout:
     late = f"waited {seconds:g} s for the store of the run, which does not answer"
     return WaitTimeout(f"{late}; has something else written to it?", [0])
 
 
-def tell_all(store: dist.Store, key: str, rank: int, text: str, timeout: float) -> None:
-    """Leaves a text of this rank for the others, or raises WaitTimeout."""
-    try:
-        call_with_limit(timeout, lambda: store.set(f"{key}/{rank}", text))
-    except TimeoutError:
-        raise no_answer(timeout) from None
-
-
-def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str]:
-    """Returns the texts of all ranks, in order.
-
-    Raises:
-        WaitTimeout: A rank left none, or the store does not answer.
-        RunError: The store is damaged.
-    """
-    keys = [f"{key}/{rank}" for rank in range(size)]
-
-    def read() -> list[str]:
-        store.wait(keys, timedelta(seconds=timeout))
-        return [store.get(each).decode() for each in keys]
-
-    try:
-        return call_with_limit(timeout + _SLACK, read)
-    except TimeoutError:
-        raise no_answer(timeout) from None
-    except LOST as error:
-        absent = find_missing(store, keys)
-        if not absent:
-            why = reason(error) or type(error).__name__
-            raise RunError(f"the store of the run cannot be read ({why})") from None
-        raise WaitTimeout(
-            f"waited {timeout:g} s for ranks {absent} to say where they run", absent
-        ) from None
-
-
 def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of keys that are not in the store. Empty without an answer."""
+    """Returns the positions of keys that are not in the store. Empty without an answer.
 
-    return _find(store, keys, present=False)
+    One request says that a whole range of keys is there.
+    """
+
+    def ask(low: int, high: int) -> list[int]:
+        if low == high or store.check(list(keys[low:high])):
+            return []
+        if high - low == 1:
+            return [low]
+        middle = (low + high) // 2
+        return ask(low, middle) + ask(middle, high)
+
+    return _answer(lambda: ask(0, len(keys)))
 
 
 def find_present(store: dist.Store, keys: Sequence[str]) -> list[int]:
     """Returns the positions of keys that are in the store. Empty without an answer."""
-    return _find(store, keys, present=True)
+    return _answer(lambda: [at for at, key in enumerate(keys) if store.check([key])])
 
 
-def _find(store: dist.Store, keys: Sequence[str], *, present: bool) -> list[int]:
-    def ask() -> list[int]:
-        return [at for at, key in enumerate(keys) if store.check([key]) is present]
-
+def _answer(ask: Callable[[], list[int]]) -> list[int]:
     try:
         return call_with_limit(_SLACK, ask)
     except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs

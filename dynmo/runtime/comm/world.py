@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -43,6 +43,7 @@ from dynmo.kernels.torch_private import abort_communicators, default_store, set_
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.headers import TAG_SUMS
 from dynmo.runtime.comm.process_groups import (
     backend_of,
     form_default_group,
@@ -51,6 +52,7 @@ from dynmo.runtime.comm.process_groups import (
     new_group,
 )
 from dynmo.runtime.comm.store import find_missing, find_present
+from dynmo.runtime.comm.tree import MOST, Tree
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
 # ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
@@ -589,29 +591,43 @@ class World:
         The order of the sum must not matter: one rank alone has a nonzero entry, or all are
         integers.
         """
-        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+        return self._complete(tensor, Tree.sum, dist.ReduceOp.SUM, what)
 
     def largest(self, tensor: Tensor, what: str) -> Tensor:
         """Takes the elementwise maximum over the ranks, in place, and returns the tensor."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+        return self._complete(tensor, Tree.largest, dist.ReduceOp.MAX, what)
 
     def gather(self, row: Tensor, what: str) -> Tensor:
         """Returns the rows of all ranks. They have equal shapes: [ranks, *row.shape]."""
         table = row.new_zeros(self.size, *row.shape)
         table[self.rank] = row
-        return self.sum(table, what)
+        return self._complete(table, Tree.gather, dist.ReduceOp.SUM, what)
 
-    def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
+    def _complete(
+        self, tensor: Tensor, small: Callable[[Tree, Tensor], None], operation: Any, what: str
+    ) -> Tensor:
+        """Runs the collective `small` if the tensor is, and else the backend's operation."""
         if self.size > 1 and tensor.numel():
             self._check_groups()
             host = tensor.cpu() if self.staged else tensor
             try:
-                dist.all_reduce(host, operation, group=self.process_group)
+                if host.is_cpu and host.nbytes <= MOST:
+                    small(self._tree, host)
+                else:
+                    dist.all_reduce(host, operation, group=self.process_group)
             except RuntimeError as error:
                 self.fail(error, None, what)
             if host is not tensor:
                 tensor.copy_(host)
         return tensor
+
+    @property
+    def _tree(self) -> Tree:
+        assert self.group is not None
+        ranks = self.subgroups[self.subgroup] if self.subgroups else range(self.size)
+        # One thread may sum over a view while another one sums over everyone.
+        tag = TAG_SUMS + bool(self.subgroups)
+        return Tree(self.group, ranks, self.rank, tag, timedelta(seconds=self.timeout))
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
         """Sends a tensor to every rank, and receives one from every rank.
@@ -711,6 +727,8 @@ class World:
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""
         late = self._not_waiting(what) if peers is None else list(peers)
+        if not late and self is not self.everyone:  # some rank of another view keeps all waiting
+            return self.everyone.late(None, what)
         me, others = self.describe_rank(self.rank), self.name_ranks(late)
         waited = f"{me} waited {self.timeout:g} s for {others}: {what}"
         key = "timeout" if self.everyone._after_setup is None else "setup_timeout"

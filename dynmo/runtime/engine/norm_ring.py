@@ -49,11 +49,12 @@ class Rollback:
 class NormRing:
     """Passes the table of a step's end along the ranks (`lowering.routes`).
 
-    It travels down as a prefix and up as the verdict. Receives are posted ahead.
+    A replica's row of it travels down as a prefix, and the whole up as the verdict. Receives are
+    posted ahead.
     """
 
-    def __init__(self, world: World, stage_ranks: tuple[int, ...], length: int) -> None:
-        self._world, self._length = world, length
+    def __init__(self, world: World, stage_ranks: tuple[int, ...], shape: tuple[int, int]) -> None:
+        self._world, self._shape = world, shape
         down, up = routes(stage_ranks)
         rank = world.rank
         place = down.index(rank)
@@ -72,11 +73,11 @@ class NormRing:
 
     def expect(self) -> None:
         """Posts the receive of the prefix, so that it lands while the rank computes."""
-        self._post(TAG_PREFIX, self._prefix_from)
+        self._post(TAG_PREFIX, self._prefix_from, self._shape[1:])
 
-    def _post(self, tag: int, source: int | None) -> None:
+    def _post(self, tag: int, source: int | None, shape: tuple[int, ...]) -> None:
         if source is not None:
-            table = torch.zeros(self._length, dtype=torch.float64)
+            table = torch.zeros(shape, dtype=torch.float64)
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
     def prefix(self, own: Tensor) -> Tensor:
@@ -87,9 +88,9 @@ class NormRing:
         )
 
     def pass_on(self, prefix: Tensor) -> None:
-        """Hands the prefix to the next rank. The last rank sends the whole back."""
+        """Hands the prefix to the next rank. The last rank gives the whole, and sends it back."""
         self.close()
-        self._post(TAG_VERDICT, self._verdict_from)
+        self._post(TAG_VERDICT, self._verdict_from, self._shape)
         if self._prefix_to is not None:
             self._send(prefix, self._prefix_to, TAG_PREFIX)
         else:

@@ -43,8 +43,8 @@ class OptimizerStep:
     ) -> tuple[StepRecord, str | None, DynmoError | None]:
         """Has the ranks agree on a step. Returns the obstacle to it and the error, too."""
         self.prepare()
-        table = self.table.once(self.table.own(step_output, flag))
-        self._store.world.everyone.sum(table, "the step to end on every rank")
+        own = self.table.own(step_output, flag)
+        table = self.table.shared(own, "the step to end on every rank")
         result = self.table.read(step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
         error = self.table.wrong_batch(step, table)

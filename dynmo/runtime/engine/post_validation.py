@@ -137,7 +137,7 @@ class PostValidation:
         self._end.prepare()
         own = self._end.table.own(step_output, flag)
         prefix = self.ring.prefix(own)
-        known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
+        known = self._end.table.read(step, prefix[None], step_output, self._end.scaler.scale)
         # The norms alone decide: they are the same on all replicas, which must do alike. The
         # verdict finds a loss that is not finite.
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
@@ -265,8 +265,8 @@ class PostValidation:
             self._parts.pop()
             self._failure = _Failure(undone.step, error)
         if any_open:
-            table = self._end.table.once(self._parts[-1].clone())
-            everyone.sum(table, "the verdict on the last step")
+            own = self._parts[-1].clone()
+            table = self._end.table.shared(own, "the verdict on the last step")
             if open_:
                 self._judge(table)
         self._end.drop_all_gradients()
@@ -305,7 +305,8 @@ class PostValidation:
 
     def _new_ring(self) -> NormRing:
         store = self._store
-        return NormRing(store.world, store.layout.processes, self._end.table.length)
+        shape = store.layout.replicas, self._end.table.length
+        return NormRing(store.world, store.layout.processes, shape)
 
     def renewed(self) -> None:
         """Starts anew after ranks have joined that know nothing of earlier steps."""

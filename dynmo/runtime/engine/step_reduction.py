@@ -2,12 +2,12 @@
 
 The result is the same on every rank.
 
-    squared norms of the layers | losses, counts of microbatches | seconds of F, B and W, span,
-    on all replicas               of all replicas                  flag, hashes, memory, work
-                                                                   of every global rank, or slice
+    replica 0   squared norms | losses, counts  | seconds of F, B and W, span, flag, hashes, memory,
+    replica 1   of the layers | of microbatches | work of each rank of the pipeline, or slice
+    ...
 
-Exactly one rank writes each entry, except for the norms, which one rank of each pipeline writes.
-The all-reduce therefore only adds zeros and cannot round.
+Exactly one rank writes each entry of a row. The sum over a pipeline therefore only adds zeros and
+cannot round. Then the replicas gather their rows. The norms are the same in all rows.
 """
 
 from __future__ import annotations
@@ -85,23 +85,18 @@ class StepRecord:
 
 
 class StepReduction:
-    """The table as this rank fills it in and reads it. float64, [length]."""
+    """The table as this rank fills it in and reads it. float64, [replicas, length]."""
 
     def __init__(self, store: LayerStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
 
     @property
     def length(self) -> int:
-        return self._losses_end + _ROWS * self._ranks
-
-    @property
-    def _ranks(self) -> int:
-        return self._store.layout.ranks * self._store.layout.replicas
+        return self._losses_end + _ROWS * self._store.layout.ranks
 
     @property
     def _losses_end(self) -> int:
-        layout = self._store.layout
-        return self._store.model.layers + self._sums * layout.microbatches * layout.replicas
+        return self._store.model.layers + self._sums * self._store.layout.microbatches
 
     @property
     def _sums(self) -> int:
@@ -109,21 +104,27 @@ class StepReduction:
         return 2 if self._store.model.router_loss is None else 3
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns views of the norms, of losses and counts [2, microbatches], and [_ROWS, ranks].
+        """Returns norms [replicas, layers], losses and counts [sums, microbatches of all replicas],
+        and [_ROWS, ranks of all replicas].
 
         The rows are F, B, W, span, flag, `COMPARED`, memory, and work.
         """
-        layers, losses = self._store.model.layers, self._losses_end
-        both = table[layers:losses].view(self._sums, -1)
-        return table[:layers], both, table[losses:].view(_ROWS, self._ranks)
+        layers, end, replicas = self._store.model.layers, self._losses_end, len(table)
+        losses = table[:, layers:end].view(replicas, self._sums, -1)
+        rest = table[:, end:].view(replicas, _ROWS, -1)
+        return (
+            table[:, :layers],
+            losses.transpose(0, 1).flatten(1),
+            rest.permute(1, 2, 0).flatten(1),
+        )
 
     def own(self, step_output: StepOutput, flag: int) -> Tensor:
-        """Returns this rank's entries. Its gradients must be complete."""
+        """Returns this rank's entries of its replica's row. Its gradients must be complete."""
         store, clock = self._store, self._clock
-        world, layout = store.world, store.layout
-        own = layout.microbatches
-        table = torch.zeros(self.length, dtype=torch.float64)
-        norms, losses, rest = self._parts(table)
+        layout, layers, end = store.layout, store.model.layers, self._losses_end
+        row = torch.zeros(self.length, dtype=torch.float64)
+        norms, losses = row[:layers], row[layers:end].view(self._sums, -1)
+        rest = row[end:].view(_ROWS, -1)
         squares = store.replicas.squared_norms()
         if squares is None:
             squares = {
@@ -133,15 +134,14 @@ class StepReduction:
         for index, value in squares.items():
             norms[index] = value
         if step_output.losses:
-            mine = losses[:, world.replica * own :][:, :own]
-            mine[0] = torch.stack(step_output.losses)
-            mine[1] = torch.tensor(step_output.counts, dtype=torch.float64)
+            losses[0] = torch.stack(step_output.losses)
+            losses[1] = torch.tensor(step_output.counts, dtype=torch.float64)
             if step_output.router_losses:
-                mine[2] = torch.stack(step_output.router_losses)
-        memory = peak_bytes(world.device)
+                losses[2] = torch.stack(step_output.router_losses)
+        memory = peak_bytes(store.world.device)
         for rank in {layout.stage_ranks[stage] for stage in store.own_stages}:
             spent = [s for s in step_output.intervals if layout.stage_ranks[s.stage] == rank]
-            column = rest[:, rank * layout.replicas + world.replica]
+            column = rest[:, rank]
             kinds: dict[str, float] = dict.fromkeys(Kind, 0.0)
             for s in spent:
                 if s.kind not in (WAIT, SEND):
@@ -159,7 +159,7 @@ class StepReduction:
             column[-2] = memory
             if rank == layout.stage_ranks[0]:
                 column[-1] = float(step_output.work)
-        return table
+        return row
 
     def wrong_batch(self, step: int, table: Tensor) -> InputError | None:
         """Returns the error of ranks with different batches, or of a batch that counts nothing."""
@@ -172,25 +172,19 @@ class StepReduction:
         hashes = rest[_HASHES].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
-    def once(self, table: Tensor) -> Tensor:
-        """Clears the norms on all replicas but the first, since all have the same."""
-        if self._store.world.replica:
-            self._parts(table)[0].zero_()
-        return table
+    def shared(self, own: Tensor, what: str) -> Tensor:
+        """Returns the table. All ranks call it with their entries."""
+        return self.complete(self._store.world.sum(own, what))
 
-    def complete(self, table: Tensor) -> Tensor:
-        """Adds the other replicas' entries to a table that one pipeline has completed."""
-        if self._store.world.replicas == 1:
-            return table
-        return self._store.world.peers.sum(
-            self.once(table.clone()), "the other replicas' steps to end"
-        )
+    def complete(self, row: Tensor) -> Tensor:
+        """Returns the table from this replica's row, which its ranks have completed."""
+        return self._store.world.peers.gather(row, "the other replicas' steps to end")
 
     def read(
         self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
     ) -> StepRecord:
         norms, losses, rest = self._parts(table)
-        squares = tuple(norms.tolist())
+        squares = tuple(norms[0].tolist())
         *kinds, spans, flags = rest[: _HASHES.start].tolist()
         memory, work = rest[_HASHES.stop :].tolist()
         forward, backward, weights = map(math.fsum, kinds)

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import torch.distributed as dist
 from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
 from dynmo.runtime.comm.store import (
+    await_all,
+    find_missing,
     open_rendezvous,
     open_store,
-    read_all,
     rendezvous_record,
     serve,
-    tell_all,
 )
 from dynmo.runtime.comm.world import World
 from tests.cli.runs import free_port
@@ -172,11 +171,36 @@ def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyP
     assert not named.loopback
 
 
-def test_ranks_exchange_messages() -> None:
-    home = dist.HashStore()
-    home.set_timeout(timedelta(seconds=5))
-    for rank in range(3):
-        tell_all(home, "member", rank, f"host {rank}", 1)
-    assert read_all(home, "member", 3, 1) == ["host 0", "host 1", "host 2"]
-    with pytest.raises(WaitTimeout, match=r"ranks \[3\]"):
-        read_all(home, "member", 4, 0.1)
+class CountedStore:
+    """Counts the requests to a store, and the keys in them."""
+
+    def __init__(self) -> None:
+        self.store, self.requests, self.keys = dist.HashStore(), 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(keys: Any, *given: Any) -> Any:
+            self.requests += 1
+            self.keys += len(keys) if isinstance(keys, list) else 1
+            return getattr(self.store, name)(keys, *given)
+
+        return call
+
+
+def test_rank_waits_for_all_with_three_short_requests() -> None:
+    store: Any = CountedStore()
+    ranks = [threading.Thread(target=await_all, args=(store, "here", 40, 5)) for _ in range(40)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert store.requests == store.keys == 2 * 40 + 1
+
+
+def test_few_requests_find_the_missing_ranks() -> None:
+    store: Any = CountedStore()
+    keys = [f"here/{rank}" for rank in range(720)]
+    for rank in set(range(720)) - {5, 700}:
+        store.store.set(keys[rank], "1")
+    assert find_missing(store, keys) == [5, 700]
+    assert store.requests < 45
+    assert find_missing(store, keys[:5]) == find_missing(store, []) == []
