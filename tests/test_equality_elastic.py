@@ -159,7 +159,7 @@ def test_failed_join_keeps_the_mesh_and_the_digest(
     assert told(events) == reference(pool, "plain")
 
 
-def test_growth_without_joiners_keeps_the_mesh(pool: Pool) -> None:
+def test_growth_without_newcomers_keeps_the_mesh(pool: Pool) -> None:
     config = wanted("plain", 2, elastic={"reshape_at": GROWTH, "join_timeout": 0.1})
     events = run(pool, config, "train_elastic")[0]["events"]
     ((what,),) = fields_of(events, "fault", "what")

@@ -94,7 +94,7 @@ def train(options: TrainOptions) -> None:
 
     import_from_working_folder()
     if is_local_rank():
-        raise typer.Exit(_local_joiner(options.config) if options.join else _local_rank(options))
+        raise typer.Exit(_local_newcomer(options.config) if options.join else _local_rank(options))
 
     from dynmo.config import load
     from dynmo.runtime.comm.rendezvous import from_environment
@@ -265,8 +265,8 @@ def _join(config: Config, may_start: bool) -> int | None:
             raise
 
 
-def _local_joiner(path: Path) -> int:
-    """Runs a joiner that the run's launcher has started. Errors go to the launcher."""
+def _local_newcomer(path: Path) -> int:
+    """Runs a newcomer that the run's launcher has started. Errors go to the launcher."""
 
     def run() -> int:
         from dynmo.train.joining import join_run

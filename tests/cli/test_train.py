@@ -376,7 +376,7 @@ def test_unloadable_own_model_is_refused(
     assert not caplog.records, "torch has printed too"
 
 
-# -- launchers and joiners -------------------------------------------------------------------------
+# -- launchers and newcomers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["--resume", "--overwrite", "--dry-run", "--launcher=local"])
@@ -407,7 +407,7 @@ def test_unreachable_ray_cluster_is_refused(
 def test_launcher_gets_the_run_folder_for_rendezvous(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files through which ranks and joiners meet are in the folder of the run."""
+    """The files through which ranks and newcomers meet are in the folder of the run."""
     fill(tmp_path)
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(

@@ -2,8 +2,8 @@
 
     python rank_program.py FOLDER [--join]
 
-FOLDER/script-N.py is the script of process N. A joiner runs FOLDER/script-join.py if it has none of
-its own. Scripts use the names of this file.
+FOLDER/script-N.py is the script of process N. A newcomer runs FOLDER/script-join.py if it has none
+of its own. Scripts use the names of this file.
 """
 
 from __future__ import annotations

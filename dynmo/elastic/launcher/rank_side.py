@@ -47,14 +47,9 @@ def enter_rank(log: Path | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
             os._exit(1)
-    _say_that_it_runs()
-
-
-def _say_that_it_runs() -> None:
-    about: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid()}
+    about = {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
     if "SLURM_STEP_ID" in os.environ:
         about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        about["host"] = os.environ.get("SLURMD_NODENAME", about["host"])
     with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
         _tell("entered", about)
 
@@ -62,11 +57,7 @@ def _say_that_it_runs() -> None:
 def _tell(what: str, content: Mapping[str, object]) -> None:
     """Leaves a file for the launcher, which reaches it without the store."""
     folder = Path(os.environ["DYNMO_RENDEZVOUS"])
-    write_whole(folder / f"{what}-{_process_number()}", json.dumps(content))
-
-
-def _process_number() -> int:
-    return int(os.environ.get("DYNMO_PROCESS", os.environ["RANK"]))
+    write_whole(folder / f"{what}-{os.environ['DYNMO_PROCESS']}", json.dumps(content))
 
 
 def _native_stderr_to(log: Path) -> None:
@@ -82,8 +73,11 @@ def _native_stderr_to(log: Path) -> None:
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:
     """Leaves the reason for the launcher, and the traceback in the log. Returns the exit status."""
-    rank, trace = _process_number(), "".join(traceback.format_exception(error))
-    logged = log is not None and _log_traceback(error, log)
+    trace, where = "".join(traceback.format_exception(error)), ""
+    if log is not None:
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(trace)
+            where = f"; the traceback is in {log}"
     if isinstance(error, DynmoError):
         # If a rank has lost a peer or has waited in vain, the failure is elsewhere.
         lost = isinstance(error, RankDied | PeerFailed)
@@ -92,7 +86,7 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
         message = " ".join(str(error).split())
         failure = Failure(weight, error.exit_status, message, waits_for, trace)
     else:
-        where = f"; the traceback is in {log}" if logged else ""
+        rank = int(os.environ["DYNMO_PROCESS"])
         failure = Failure(0, 1, describe(error, rank) + where, trace=trace)
     try:
         _tell("failed", vars(failure))
@@ -105,16 +99,6 @@ def quiet_torch() -> None:
     """Silences torch's C++ warnings about lost connections. Works before torch is imported."""
     if os.environ.get("DYNMO_TRACEBACK") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _log_traceback(error: BaseException, log: Path) -> bool:
-    """Writes the traceback to the log. Returns False if that fails, as on a full disk."""
-    try:
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
-    except OSError:
-        return False
-    return True
 
 
 def describe(error: BaseException, rank: int | None) -> str:

@@ -31,7 +31,14 @@ from types import FrameType
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
-from dynmo.elastic.launcher.failure import STOPPED, Ending, how_it_ended, read_failures, verdict
+from dynmo.elastic.launcher.failure import (
+    STOPPED,
+    Ending,
+    Failure,
+    how_it_ended,
+    read_failures,
+    verdict,
+)
 from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
 from dynmo.errors import ConfigError, RunError
@@ -140,7 +147,7 @@ def _signals() -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Process:
     """A started process.
 
@@ -164,6 +171,10 @@ class _Process:
     def code(self) -> int | None:
         return self.handle.poll()
 
+    @property
+    def ending(self) -> Ending:
+        return Ending(self.code, self.handle.reason())
+
 
 @dataclass
 class Supervisor:
@@ -180,7 +191,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._processes: list[_Process] = []
-        self._ranks: list[int] = []  # numbers of the processes that are ranks, in order of ranks
+        self._ranks: list[_Process] = []  # in order of ranks
         # Processes that leave together, and when the first of them had ended.
         self._leaving: list[tuple[list[_Process], list[float]]] = []
         self._releases: list[threading.Thread] = []
@@ -214,20 +225,21 @@ class Supervisor:
         except (OSError, RunError) as error:
             name = "process" if joins else "rank"
             raise RunError(f"{name} {number} could not be started: {error}") from None
-        self._processes.append(_Process(number, handle, not joins, started, entered=not joins))
-        self._ranks += [] if joins else [number]
+        process = _Process(number, handle, not joins, started, entered=not joins)
+        self._processes.append(process)
+        self._ranks += [] if joins else [process]
 
     def _log(self, number: int) -> Path:
         return self.log_folder / f"rank-{number}.log"
 
     @property
     def _rank_0_lives(self) -> bool:
-        return bool(self._ranks) and self._processes[self._ranks[0]].code is None
+        return bool(self._ranks) and self._ranks[0].code is None
 
     @property
     def _outside(self) -> list[_Process]:
         """Processes that are not ranks yet, or not any more."""
-        return [process for process in self._processes if process.number not in self._ranks]
+        return [process for process in self._processes if process not in self._ranks]
 
     def watch(self, store: Store) -> None:
         """Waits until all ranks have ended, or the grace after a failure is over.
@@ -245,7 +257,7 @@ class Supervisor:
             if now >= next_look or any(not p.ended and p.code is not None for p in self._outside):
                 self._look()
                 next_look = now + _LOOK
-            codes = {number: self._processes[number].code for number in self._ranks}
+            codes = {process.number: process.code for process in self._ranks}
             living = {number for number, code in codes.items() if code is None}
             if not living:
                 return
@@ -257,13 +269,16 @@ class Supervisor:
             # A rank may have left, and the message of it come after its end.
             failed_at = (failed_at or now) if failed else None
             if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
-                reports = read_failures(self.folder, self._ranks)
+                reports = self._failures()
                 blamed = {
                     each for number in codes.keys() & reports for each in reports[number].waits_for
                 }
                 if now - failed_at > _GRACE or living <= blamed:
                     return
             time.sleep(_TICK)
+
+    def _failures(self) -> dict[int, Failure]:
+        return read_failures(self.folder, [process.number for process in self._ranks])
 
     def _pass_on_signals(self) -> None:
         for process in self._processes:
@@ -293,7 +308,7 @@ class Supervisor:
                 entered = self.folder / f"entered-{process.number}"
                 host = json.loads(entered.read_text("utf-8")).get("host", "its machine")
                 self._tell("started", f"process {process.number} runs on {host}", 1, seconds)
-            if process.number not in self._ranks and not process.ended and process in ended:
+            if process not in self._ranks and not process.ended and process in ended:
                 process.ended = True
                 self._tell_end(process, seconds)
         with contextlib.suppress(*LOST):  # a full disk, or the run is over
@@ -305,12 +320,12 @@ class Supervisor:
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
     ) -> None:
         """Acts on a message of rank 0 (`LauncherManager`)."""
-        known = range(len(self._processes))
+        known = dict(enumerate(self._processes))
         if ranks:
-            self._ranks = [number for number in ranks if number in known]
-        for number in self._ranks:
-            self._processes[number].was_rank = True
-        self._leaving.append(([self._processes[each] for each in give_back if each in known], []))
+            self._ranks = [known[number] for number in ranks if number in known]
+        for process in self._ranks:
+            process.was_rank = True
+        self._leaving.append(([known[number] for number in give_back if number in known], []))
         for _ in range(start * self._rank_0_lives):
             try:
                 self._start(joins=True)
@@ -319,10 +334,10 @@ class Supervisor:
 
     def _tell_end(self, process: _Process, seconds: float) -> None:
         """Tells rank 0 of a newcomer that did not join, or of a rank that failed after it left."""
-        ending = Ending(process.code, process.handle.reason())
+        ending = process.ending
         if process.was_rank and ending.code in (0, STOPPED):
             return
-        failure = read_failures(self.folder, ()).get(process.number)
+        failure = self._failures().get(process.number)
         how = how_it_ended(ending, self._log(process.number))
         why = how if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if process.was_rank else "did not join: it"
@@ -365,10 +380,8 @@ class Supervisor:
 
     def verdict(self) -> int:
         self._look()
-        handles = {number: self._processes[number].handle for number in self._ranks}
-        endings = {at: Ending(handle.poll(), handle.reason()) for at, handle in handles.items()}
-        reports = read_failures(self.folder, self._ranks)
-        return verdict(endings, reports, self.log_folder, len(self.asked))
+        endings = {process.number: process.ending for process in self._ranks}
+        return verdict(endings, self._failures(), self.log_folder, len(self.asked))
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""

@@ -1,6 +1,6 @@
 """The launcher of a run that changes its ranks.
 
-Ranks leave and join, and some joiners fail. But for one run the ranks are emulated.
+Ranks leave and join, and some newcomers fail. But for one run the ranks are emulated.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def no_room(me: EmulatedProcess) -> Steps:
     ],
     ids=["report", "status", "killed", "left"],
 )
-def test_joiner_that_fails_early_does_not_fail_the_run(
+def test_newcomer_that_fails_early_does_not_fail_the_run(
     tmp_path: Path, join: Script, why: str
 ) -> None:
-    """The joiner is not a rank yet, so the run goes on and ends normally."""
+    """The newcomer is not a rank yet, so the run goes on and ends normally."""
 
     def rank_0(me: EmulatedProcess) -> Steps:
         me.start(1)
@@ -141,8 +141,8 @@ def test_failure_of_a_rank_that_came_back_fails_the_run(tmp_path: Path) -> None:
         launch(tmp_path, rank_0, ends(-9, after=60))
 
 
-def test_waiting_joiner_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
-    """The launcher stops the joiner and ignores its exit status. A joiner that stays is killed."""
+def test_waiting_newcomer_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
+    """The launcher ignores the status of a newcomer that it stops. One that stays is killed."""
 
     def rank_0(me: EmulatedProcess) -> Steps:
         me.start(2)
@@ -161,7 +161,7 @@ def test_waiting_joiner_is_stopped_when_the_run_ends(tmp_path: Path) -> None:
     assert all(process.signals == [signal.SIGTERM] for process in run.processes[1:])
 
 
-def test_a_signal_reaches_ranks_and_joiners(tmp_path: Path) -> None:
+def test_a_signal_reaches_ranks_and_newcomers(tmp_path: Path) -> None:
     def rank_0(me: EmulatedProcess) -> Steps:
         me.start(1)
         yield from me.reports(1)

@@ -285,7 +285,7 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
     stay, left = running[2:], running[:2]
     if is_elastic:  # names of Indexed pods sort by index: dynmo-0-x, dynmo-1-x
         stay, left = running[:2], running[2:]
-    gone, staying = members(left, 2), members(stay, 0)
+    gone, staying = places(left, 2), places(stay, 0)
     manager = KubernetesManager(timeout=30)
     manager.check()
     if not is_elastic:
@@ -317,7 +317,7 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
     now = wait_for_pods(cluster, JOB, "Running", 4)
     assert set(stay) <= set(now)
 
-    check_absence(cluster, manager, members(sorted(set(now) - set(stay)), 2), staying)
+    check_absence(cluster, manager, places(sorted(set(now) - set(stay)), 2), staying)
     manager.close()
 
 
@@ -364,7 +364,7 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
 
 
-def members(pods: Sequence[str], first: int) -> list[RankPlace]:
+def places(pods: Sequence[str], first: int) -> list[RankPlace]:
     return [RankPlace(first + i, f"host-{pod}", 1, pod) for i, pod in enumerate(pods)]
 
 

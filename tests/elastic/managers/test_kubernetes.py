@@ -225,7 +225,7 @@ def kubeconfig(url: str, folder: Path) -> Path:
     return path
 
 
-def members(*indexes: int) -> list[RankPlace]:
+def places(*indexes: int) -> list[RankPlace]:
     return [RankPlace(i, f"run-{i}", 1) for i in indexes]
 
 
@@ -238,7 +238,7 @@ def one(manager: Manager, kind: str, ranks: int, *words: str) -> Report:
 
 
 def release_last(manager: Manager) -> None:
-    manager.give_back(members(3), members(0, 1, 2))
+    manager.give_back(places(3), places(0, 1, 2))
 
 
 def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
@@ -250,7 +250,7 @@ def test_release_and_request_scale_the_job(fake: FakeKubernetes, connect: Connec
     manager.check()
     assert manager.can_start
     before = [fake.pod(0), fake.pod(1)]
-    manager.give_back(members(2, 3), members(0, 1))
+    manager.give_back(places(2, 3), places(0, 1))
     report = one(manager, "released", 2)
     assert report.what == "job training/run gave 2 of 4 pods back"
     assert report.seconds >= fake.ends_after  # waits until the pods are gone
@@ -286,7 +286,7 @@ def test_released_pods_are_deleted_before_kubernetes_1_27(
 
 def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Connect) -> None:
     manager = connect(fake.url)
-    manager.give_back(members(1, 2), members(0, 3))
+    manager.give_back(places(1, 2), places(0, 3))
     one(manager, "failed", 2, "run-3", "rank 3")
     assert fake.patches == []
 

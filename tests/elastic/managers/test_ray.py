@@ -101,7 +101,7 @@ heard("done")
     wait_until(lambda: gone(tmp_path), 15)
 
 
-def test_joiner_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
+def test_newcomer_without_a_gpu_waits_until_the_run_ends(ray: RayCluster, tmp_path: Path) -> None:
     """The cluster has one GPU too few."""
     wait = "until(lambda: signals, 'a signal')"
     process = launch(ray, tmp_path, "manager.start(4)\nreports(3)", join=wait)

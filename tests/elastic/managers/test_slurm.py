@@ -135,7 +135,7 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
 def test_ranks_outside_an_allocation_are_jobs(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Each rank is a job and frees its node when it ends.
 
-    A joiner may wait for its job until the run ends.
+    A newcomer may wait for its job until the run ends.
     """
     command = launcher(
         tmp_path,
@@ -178,7 +178,9 @@ def test_job_refused_by_slurm_is_reported(slurm: SlurmCluster, tmp_path: Path) -
 
 
 @needs_slurm
-def test_joiner_refused_by_slurm_does_not_stop_the_run(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_newcomer_refused_by_slurm_does_not_stop_the_run(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     """The run is in an allocation and continues."""
     command = launcher(tmp_path, "manager.start(1)\nreports(1)\nprint('goes on')")
     env = {**PATHS, "JOB_OPTIONS": '["--partition=none"]'}
