@@ -18,7 +18,7 @@ product is then of the lower precision. Only the sum over microbatches must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
@@ -213,14 +213,6 @@ def as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute functional.linear. The result is no view, so it may be changed in place."""
-    if x.dim() == 2:
-        return functional.linear(x, weight, bias)
-    y = functional.linear(as_rows(x), weight, bias)
-    return reshape_unsafe(y, (*x.shape[:-1], weight.shape[0]))
-
-
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -234,7 +226,10 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tape, ctx.view, ctx.mask = weight, bias, tape, view, mask
-        return product(x, part_of(weight, view), bias)
+        matrix = part_of(weight, view)
+        y = functional.linear(as_rows(x), matrix, bias)
+        # It is no view, so it may be changed in place.
+        return reshape_unsafe(y, (*x.shape[:-1], matrix.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -444,20 +439,26 @@ def _wait(
 
 def _add_uses(use: _Uses) -> None:
     """Add up gradients as autograd does: those of one microbatch first, the last use before."""
-    weight, factors = use.weight, [(as_rows(a).t(), as_rows(b)) for a, b in use.factors]
-    if weight.grad is not None and len(factors) == 1 and adds_at_once(weight, factors[0][1]):
-        weight.grad.addmm_(*factors[0])
-    else:
-        _add_sum(weight, (torch.mm(a, b) for a, b in factors))
+    weight, total = use.weight, None
+    for a, b in use.factors:
+        left, right = as_rows(a).t(), as_rows(b)
+        if weight.grad is not None and len(use.factors) == 1 and adds_at_once(weight, right):
+            weight.grad.addmm_(left, right)
+        else:
+            amount = torch.mm(left, right)
+            total = amount if total is None else _sum(weight, total, amount)
+    if total is not None:
+        add_to_gradient(weight, total)
     for bias, gradients in use.biases:
-        _add_sum(bias, (as_rows(gy).sum(0) for gy in gradients))
+        total = as_rows(gradients[0]).sum(0)
+        for gy in gradients[1:]:
+            total = _sum(bias, total, as_rows(gy).sum(0))
+        add_to_gradient(bias, total)
 
 
-def _add_sum(parameter: nn.Parameter, amounts: Iterator[Tensor]) -> None:
-    total, dtype = next(amounts), gradient_dtype(parameter)
-    for amount in amounts:
-        total = total.to(dtype).add_(amount.to(dtype))
-    add_to_gradient(parameter, total)
+def _sum(parameter: nn.Parameter, total: Tensor, amount: Tensor) -> Tensor:
+    dtype = gradient_dtype(parameter)
+    return total.to(dtype).add_(amount.to(dtype))
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
@@ -530,7 +531,23 @@ class _EmbeddingFunction(torch.autograd.Function):
             gradient = zero_gradient(weight)
             gradient.index_add_(0, ids.reshape(-1), _rows(ids, gy, padding).to(gradient.dtype))
             return None, gradient.to(weight.dtype), None, None
-        ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy, padding), ids, gy)
+
+        def accumulate() -> None:
+            """Adds up in autograd's order: first the tokens of a microbatch, one by one.
+
+            On other devices than the CPU the sum has no fixed order, and finding equal ids would
+            wait for the device.
+            """
+            flat, gradient = ids.reshape(-1), weight.grad
+            rows = _rows(ids, gy, padding).to(gradient_dtype(weight))
+            if gradient is None:
+                weight.grad = gradient = zero_gradient(weight)
+            elif type(gradient) is Tensor and gradient.is_cpu:
+                flat, places = flat.unique(return_inverse=True)
+                rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
+            gradient.index_add_(0, flat, rows)
+
+        ctx.tape.add(accumulate, ids, gy)
         return None, None, None, None
 
 
@@ -551,24 +568,6 @@ def split_embedding(
         padding: The id whose row gets no gradient.
     """
     return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
-
-
-def accumulate_embedding(
-    weight: nn.Parameter, ids: Tensor, gy: Tensor, padding: int | None
-) -> None:
-    """Add gy to weight.grad[ids], but for the id of padding.
-
-    As in autograd, the tokens of a microbatch are summed first, in their order. On other devices
-    than the CPU the sum has no fixed order, and finding equal ids would wait for the device.
-    """
-    flat, gradient = ids.reshape(-1), weight.grad
-    rows = _rows(ids, gy, padding).to(gradient_dtype(weight))
-    if gradient is None:
-        weight.grad = gradient = zero_gradient(weight)
-    elif type(gradient) is Tensor and gradient.is_cpu:
-        flat, places = flat.unique(return_inverse=True)
-        rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
-    gradient.index_add_(0, flat, rows)
 
 
 def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:

@@ -89,12 +89,14 @@ class Layer:
     Attributes:
         warns: Whether to warn if most of its weight gradients cannot wait for W.
         is_timed: Whether its ops are timed. Its graph is then its own.
+        recompute: Whether B recomputes the activations. It changes between steps alone.
         is_reentrant: Whether B must be all of autograd's backward, as with torch's old checkpoint.
         marks: Marks of this step: kind, start, end, and the part of W inside a BW.
     """
 
     warns = False
     is_timed = True
+    recompute = False
     is_reentrant = False
 
     def __init__(  # noqa: PLR0913
@@ -119,7 +121,6 @@ class Layer:
         self.clock, self._seed = clock, seed
         self._first_microbatch = first_microbatch
         self._groups = groups or AccumulationGroups((), 1, 1)
-        self._recompute = False
         # The loss runs in the last layer, so its state is that of the layer.
         self._losses = [part for _, part in modules_of(loss)][:1]
         self.writes = Writes(self.name, module, self._losses, loss, others is not None)
@@ -157,10 +158,6 @@ class Layer:
 
             run = compiled(module)
         self._run = guarded(index, module, run)
-
-    def switch_recompute(self, recompute: bool) -> None:
-        """Recomputes the activations in B from the next F on. For use between steps."""
-        self._recompute = recompute
 
     @property
     def _loss_buffers(self) -> dict[str, Tensor]:
@@ -299,7 +296,7 @@ class Layer:
         """Returns whether the layer's graph may be one with those of its neighbours."""
         return not (
             self.is_timed
-            or self._recompute
+            or self.recompute
             or self.is_reentrant
             or self.writes.in_backward
             or self._runs_backward
@@ -378,8 +375,6 @@ class Layer:
                 f"{_described(first_spec)} before in the step; pad the tensors, or give the layer "
                 "the attribute varying_shapes = True"
             )
-        if found == first:
-            return outputs
         if any(now and not before for now, before in zip(found, first, strict=True)):
             raise RunError(
                 f"{what} an output that requires a gradient in microbatch {microbatch}, and none "
@@ -416,7 +411,7 @@ class Layer:
         self, microbatch: int, inputs: Tensors, step: int, finish: Finish | None
     ) -> Tensors:
         """Runs F and saves the state that B needs."""
-        meter, recompute = self.meter, self._recompute
+        meter, recompute = self.meter, self.recompute
         measured, first = inputs if meter.is_largest(inputs) else None, not meter.has_measured
         frees = meter.frees_inputs and not recompute
         pairs = [_with_leaf(x) if frees else (x, x) for x in inputs]
@@ -585,7 +580,7 @@ class Layer:
         with meter.kept() as kept:
             outputs, given = self._called(inputs, finish, True)
             saved = {storage_of(tensor) for tensor in kept}
-            meter.note_forward(inputs if self._recompute else kept, inputs, outputs)
+            meter.note_forward(inputs if self.recompute else kept, inputs, outputs)
         meter.frees_inputs = self.writes.to_inputs(graph=True) or any(
             x.requires_grad and storage_of(own) not in saved
             for x, own in zip(inputs, given, strict=True)
@@ -642,7 +637,7 @@ class Layer:
         works = [layer.tape.take() for layer in span.layers]
         if measured is not None:
             held = (tensor for _, holds in works[0] for tensor in holds)
-            meter.note_backward(held, measured, not (self._recompute or in_pieces))
+            meter.note_backward(held, measured, not (self.recompute or in_pieces))
         for layer in span.layers:
             layer._groups.after_input(microbatch)
             if layer.tape.taken is not None:

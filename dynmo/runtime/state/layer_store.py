@@ -200,7 +200,7 @@ class LayerStore:
             loss=self.model.loss if index == self.model.layers - 1 else None,
         )
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
-        layer.switch_recompute(index in self.layout.recomputed)
+        layer.recompute = index in self.layout.recomputed
         self.update.release()
         spread = {weight.name for weight in weights}
         optimizer = self.optimizers[index] = LayerOptimizer(
@@ -325,7 +325,7 @@ class LayerStore:
         for arrival in arrivals:
             self._adopt(arrival.layer, self.modules[arrival.layer], self._fill(arrival))
         for index, layer in self.layers.items():
-            layer.switch_recompute(index in layout.recomputed)
+            layer.recompute = index in layout.recomputed
 
     def reshaped(
         self,

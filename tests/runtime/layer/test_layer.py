@@ -432,7 +432,7 @@ def test_error_names_its_layer() -> None:
 def test_loss_may_have_no_gradient(recompute: bool) -> None:
     """Then nothing trains, as in a layer whose output the next one ignores."""
     layer = layer_of(nn.Linear(6, 4))
-    layer.switch_recompute(recompute)
+    layer.recompute = recompute
     for j in range(2):
         x = torch.randn(3, 6, requires_grad=True)
         run_f(layer, x, j=j, finish=lambda y, j=j: (y if j else y.detach()).square().mean())
@@ -453,7 +453,7 @@ def test_hook_that_a_forward_puts_on_its_input_runs_once(recompute: bool) -> Non
         return 3 * x
 
     layer = layer_of(Net(halved))
-    layer.switch_recompute(recompute)
+    layer.recompute = recompute
     for j in range(2):
         run_f(layer, torch.ones(3, 6, requires_grad=True), j=j)
         (gx,) = layer.backward_input(j, (torch.ones(3, 6),), deferred=False)
@@ -469,7 +469,7 @@ def test_constant_outputs_stay_constant(recompute: bool) -> None:
         return (y if ids[0] else y.detach()), table, ids
 
     layer = layer_of(Net(tables))
-    layer.switch_recompute(recompute)
+    layer.recompute = recompute
     table = torch.randn(3, 6)
     for j in range(2):
         x = torch.randn(3, 6, requires_grad=True)

@@ -102,7 +102,7 @@ def block() -> nn.Module:
     ("cuts", "graphs"),
     [
         pytest.param(lambda layers: None, 1, id="nothing"),
-        pytest.param(lambda layers: layers[2].switch_recompute(True), 3, id="recompute"),
+        pytest.param(lambda layers: vars(layers[2]).update(recompute=True), 3, id="recompute"),
         pytest.param(lambda layers: setattr(layers[2], "is_timed", True), 3, id="a timed layer"),
     ],
 )
