@@ -268,23 +268,28 @@ class _Remeshed(_Question):
         the old numbers of the new ranks, None for a newcomer.
         """
         layers = self.problem.layers
+        # A pair of stages counts once, however many replicas have it.
+        pairs = {
+            (rank // new.mesh.replicas, None if origin is None else origin // old.mesh.replicas)
+            for rank, origin in enumerate(origins)
+        }
         most = max(
             sum(
                 layers[i].moved_bytes
-                for i in _held(new, rank) - (set() if origin is None else _held(old, origin))
+                for i in _held(new, place) - (set() if before is None else _held(old, before))
             )
-            for rank, origin in enumerate(origins)
+            for place, before in pairs
         )
         each = self.readings.seconds_per_byte
         return most / self.problem.bandwidth if each is None else most * each
 
 
-def _held(plan: Plan, rank: int) -> set[int]:
-    """The layers of a rank. Ranks are stage-major: the copies of a stage are neighbours."""
+def _held(plan: Plan, place: int) -> set[int]:
+    """The layers of the ranks at one place of their pipelines."""
     return {
         i
         for stage, holder in enumerate(plan.stage_ranks)
-        if holder == rank // plan.mesh.replicas
+        if holder == place
         for i in plan.partition.range_of(stage)
     }
 
@@ -456,7 +461,8 @@ class _Ranks(_Remeshed):
         """Seconds of the bytes in the change, and in the one back."""
         ranks, now = plan.mesh.gpus, self.size
         kept = kept_ranks(self.problem.machines or ("",) * now, min(now, ranks))
-        returned = [kept.index(rank) if rank in kept else None for rank in range(now)]
+        places = {rank: place for place, rank in enumerate(kept)}
+        returned = [places.get(rank) for rank in range(now)]
         there = self.arrival(self.now, plan, [*kept, *[None] * (ranks - len(kept))])
         return there, self.arrival(plan, self.now, returned)
 

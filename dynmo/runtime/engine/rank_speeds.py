@@ -191,6 +191,10 @@ def estimate_speeds(
     return SpeedEstimate(tuple(max(0.01, speed) for speed in speeds), uncertain)
 
 
+_Taken = tuple[Hashable, float, float]
+"""A sample's kind, the logarithm of its seconds per work, and its seconds."""
+
+
 class _Spread(NamedTuple):
     """Logarithms of a rank's speed, as a quarter, half and three quarters of its work have it."""
 
@@ -216,19 +220,25 @@ def _fit(samples: Sequence[Sample], ranks: int, part: int) -> list[_Spread | Non
     for (kind, rank), some in found.items():
         cells[kind][rank] = math.log(median(x.seconds[part] / x.work for x in some))
     cells = {kind: row for kind, row in cells.items() if len(row) > 1}
+    of_rank = defaultdict[int, list[_Taken]](list)
+    for (kind, rank), some in found.items():
+        if kind in cells:
+            of_rank[rank] += [
+                (kind, math.log(x.seconds[part] / x.work), x.seconds[part]) for x in some
+            ]
     speeds, cost = [0.0] * ranks, dict[Hashable, float]()
     for _ in range(_ROUNDS):
         cost = {
             kind: median(taken + speeds[rank] for rank, taken in row.items())
             for kind, row in cells.items()
         }
-        spreads = [_spread_of(found, cells, cost, rank, part) for rank in range(ranks)]
+        spreads = [_spread_of(of_rank[rank], cost) for rank in range(ranks)]
         after = [0.0 if x is None else x.middle for x in spreads]
         if after == speeds:
             break
         speeds = after
     else:
-        spreads = [_spread_of(found, cells, cost, rank, part) for rank in range(ranks)]
+        spreads = [_spread_of(of_rank[rank], cost) for rank in range(ranks)]
     linked = [x.middle for x in spreads if x is not None]
     if not linked:
         return spreads
@@ -236,19 +246,8 @@ def _fit(samples: Sequence[Sample], ranks: int, part: int) -> list[_Spread | Non
     return [x and _Spread(*(each - one for each in x)) for x in spreads]
 
 
-def _spread_of(
-    found: dict[tuple[Hashable, int], list[Sample]],
-    cells: dict[Hashable, dict[int, float]],
-    cost: dict[Hashable, float],
-    rank: int,
-    part: int,
-) -> _Spread | None:
-    said = sorted(
-        (cost[kind] - math.log(sample.seconds[part] / sample.work), sample.seconds[part])
-        for kind, row in cells.items()
-        if rank in row
-        for sample in found[kind, rank]
-    )
+def _spread_of(taken: Sequence[_Taken], cost: dict[Hashable, float]) -> _Spread | None:
+    said = sorted((cost[kind] - log, seconds) for kind, log, seconds in taken)
     if not said:
         return None
     total = math.fsum(weight for _, weight in said)

@@ -39,7 +39,8 @@ def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tupl
                 Move(layer, *pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]
             ]
             continue
-        targets = [rank for rank in after if rank not in before]
+        have = frozenset(before)
+        targets = [rank for rank in after if rank not in have]
         moves += [
             Move(layer, before[turn % len(before)], target) for turn, target in enumerate(targets)
         ]
