@@ -232,7 +232,7 @@ def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> T
     base, view = found
     if base.dim() != 3 or x.dim() != 2 or (view and view != _turned(base, None)):
         return None
-    return cast(Tensor, _GroupedFunction.apply(x, base, offs, view is not None, tape))
+    return _GroupedFunction.apply(x, base, offs, view is not None, tape)
 
 
 def stands_for_grouped_mm(func: Any) -> None:

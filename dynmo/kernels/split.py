@@ -80,7 +80,7 @@ def part_of(whole: Tensor, view: View | None) -> Tensor:
         return whole
     assert whole.is_contiguous()
     shape, strides, offset = view
-    return whole.as_strided(shape, strides, cast(int, whole.storage_offset()) + offset)
+    return whole.as_strided(shape, strides, whole.storage_offset() + offset)
 
 
 def add_product(
@@ -276,7 +276,7 @@ def split_linear(
     """
     if view is None and mask is None and tape.notes(weight):
         return note(tape, functional.linear(x, weight, bias), x, weight, bias)
-    return cast(Tensor, _LinearFunction.apply(x, weight, bias, tape, view, mask))
+    return _LinearFunction.apply(x, weight, bias, tape, view, mask)
 
 
 def note(
@@ -567,7 +567,7 @@ def split_embedding(
     Args:
         padding: The id whose row gets no gradient.
     """
-    return cast(Tensor, _EmbeddingFunction.apply(ids, weight, padding, tape))
+    return _EmbeddingFunction.apply(ids, weight, padding, tape)
 
 
 def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:

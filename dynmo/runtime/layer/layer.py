@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -570,7 +570,7 @@ class Layer:
             reason = obstacle(y)
             if reason is not None:
                 raise ConfigError(f"{what} {reason}")
-        return tuple(y.contiguous() for y in cast(Tensors, outputs))
+        return tuple(y.contiguous() for y in outputs)
 
     def _call_to_keep(self, inputs: Tensors, finish: Finish | None) -> Tensors:
         """Runs F. Counts the bytes that autograd keeps for the largest microbatch."""
@@ -734,8 +734,8 @@ class Layer:
         self.marks.clear()
 
 
-def as_tuple(out: object) -> tuple[Any, ...]:
-    return tuple(cast("Sequence[object]", out)) if isinstance(out, tuple | list) else (out,)
+def as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)
 
 
 def _without_hooks(inputs: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ refuses those that change the layer's output.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -71,21 +71,16 @@ class PlainState:
             vars(self._parts[place][1])[name] = value
 
 
-def _contents(value: object) -> object:
+def _contents(value: Any) -> object:
     """Returns a copy of a value that may change in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return tuple(cast("list[object]", value)) if isinstance(value, _CONTAINERS) else value
+    return tuple(value) if isinstance(value, _CONTAINERS) else value
 
 
-def _is_same(before: object, contents: object, now: object) -> bool:
+def _is_same(before: object, contents: Any, now: Any) -> bool:
     if isinstance(now, Tensor):
         return has_same_bits(contents, now)
     if isinstance(now, _CONTAINERS):
-        elements = tuple(cast("list[object]", now))
-        return (
-            before is now
-            and isinstance(contents, tuple)
-            and list(map(id, elements)) == list(map(id, cast("tuple[object]", contents)))
-        )
+        return before is now and [*map(id, contents)] == [*map(id, now)]
     return before is now or (isinstance(now, int | float | str | bytes) and before == now)

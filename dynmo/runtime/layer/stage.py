@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ class Stage:
             return _zero(output)  # the mean over nothing is no number
         # A loss may write to its targets (to mask some, say). They may be a view of the batch, and
         # a recompute needs them again.
-        loss = cast(object, self._loss(output, _copy(targets)))
+        loss = self._loss(output, _copy(targets))
         if not isinstance(loss, Tensor) or loss.dim():
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -222,10 +222,10 @@ def _zero(output: object) -> Tensor:
     return torch.stack([y.reshape(-1)[:0].sum().float() for y in floats]).sum()
 
 
-def _copy(output: object) -> object:
+def _copy(output: Any) -> Any:
     """Returns copies of tensors without their graph. Lists become tuples."""
     if isinstance(output, tuple | list):
-        return tuple(map(_copy, cast("Sequence[object]", output)))
+        return tuple(map(_copy, output))
     if isinstance(output, Mapping):
-        return {name: _copy(each) for name, each in cast("Mapping[str, object]", output).items()}
+        return {name: _copy(each) for name, each in output.items()}
     return output.detach().clone() if isinstance(output, Tensor) else output

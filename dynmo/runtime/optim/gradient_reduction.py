@@ -159,10 +159,11 @@ def reduce_gradients(
     bucket: int = REDUCED_AT_ONCE,
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Sums one layer's gradients over the peers, in place."""
-    missing: list[tuple[nn.Parameter, Tensor]] = []
-    for group in buckets(shares, bucket):
-        missing += _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
-    return missing
+    return [
+        pair
+        for group in buckets(shares, bucket)
+        for pair in _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
+    ]
 
 
 def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

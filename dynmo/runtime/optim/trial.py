@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ _STEPS = 3
 _OF_TORCH = ("_numel_cache", "_step_count")
 
 
-def name_of(make: object) -> str:
+def name_of(make: Any) -> str:
     """Returns the name of a function behind its `functools.partial`."""
     while isinstance(make, partial):
-        make = cast(object, make.func)
+        make = make.func
     return getattr(make, "__name__", type(make).__name__)
 
 

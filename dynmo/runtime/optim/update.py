@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,12 +58,7 @@ class Update:
         dynmo's own optimizers can.
         """
         gradients = _gradients(layers)
-
-        def act(optimizer: torch.optim.Optimizer) -> None:
-            assert isinstance(optimizer, Fused), "others keep copies"
-            optimizer.invert()
-
-        self._run(gradients, rates, act)
+        self._run(gradients, rates, lambda optimizer: cast(Fused, optimizer).invert())
         for piece in gradients:
             if piece.is_fresh:
                 piece.state = {}
