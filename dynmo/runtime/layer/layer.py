@@ -59,7 +59,7 @@ from dynmo.runtime.layer.census import Census
 from dynmo.runtime.layer.meter import Meter, total_bytes
 from dynmo.runtime.layer.pieces import Cutter, mean_loss, piece_inputs
 from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
-from dynmo.runtime.layer.span import InPieces, Span, Tensors, roots_of, run_graph
+from dynmo.runtime.layer.span import Span, Tensors, roots_of, run_graph
 from dynmo.runtime.layer.writes import Writes
 from dynmo.schedule.op import Kind
 
@@ -492,7 +492,9 @@ class Layer:
 
         measured = inputs if self.meter.is_largest(inputs) else None
         leaves = tuple([x for x in inputs if x.requires_grad])
-        self._spans[microbatch] = Span[Layer](leaves, measured, InPieces(run), (), {}, [self], [()])
+        self._spans[microbatch] = Span[Layer](
+            leaves, measured, (), (), {}, [self], [()], pieces=run
+        )
         if measured is not None:
             self.meter.note_forward(inputs, inputs, (loss,))
         return (loss,)
@@ -601,10 +603,6 @@ class Layer:
 
     # -- B and W -----------------------------------------------------------------------------------
 
-    def begins(self, microbatch: int) -> bool:
-        """Returns whether a graph of the microbatch begins here, which B is to run."""
-        return microbatch in self._spans
-
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
         """Runs B, and W too unless `deferred`, of all layers whose graph begins here.
 
@@ -614,11 +612,14 @@ class Layer:
 
         Returns:
             One gradient per input that requires one. If the first microbatch had none for some
-            input, a boolean tensor follows (see `span.py`).
+            input, a boolean tensor follows (see `span.py`). If no graph begins here, the gradients
+            that were given.
         """
         start = self.clock.mark() if self.is_timed else None
-        span, meter = self._spans.pop(microbatch), self.meter
-        in_pieces = isinstance(span.graph, InPieces)
+        span, meter = self._spans.pop(microbatch, None), self.meter
+        if span is None:
+            return gradients
+        in_pieces = span.pieces is not None
         span.build_again()
         measured = span.measured
         if measured is not None and not meter.is_largest(measured):
@@ -632,7 +633,6 @@ class Layer:
         )
         for layer in span.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None
-        has_gradient = len(span.layers) == 1 or span.has_gradient(gradients)
         found = self._run_backward(span, gradients, apart)
         works = [layer.tape.take() for layer in span.layers]
         if measured is not None:
@@ -651,7 +651,7 @@ class Layer:
         gradients_in = self._gradients_of(span.inputs, found)
         for layer in span.layers[1:]:
             if layer._marks_missing is None:
-                layer._marks_missing = not has_gradient
+                layer._marks_missing = not span.has_gradient(gradients)
         if start is not None:
             end = self.clock.mark()
             inside = [] if between is None else [(between, end)]

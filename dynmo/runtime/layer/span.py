@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,6 @@ from dynmo.runtime.layer.buffers import Copies
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
 """Begin of a graph for each output that gets a gradient. None for one without a graph."""
-
-
-class InPieces(NamedTuple):
-    """Runs the last layer and its loss forward and backward, given the gradient of the loss."""
-
-    run: Callable[[Tensor], None]
 
 
 class Taped(Protocol):
@@ -57,21 +51,23 @@ class Span(Generic[L]):
     Attributes:
         inputs: The leaves of the graph that get a gradient.
         measured: All inputs, if their layer measures what this microbatch keeps.
-        graph: Begin of the graph, or a function that builds it again, or that runs it in pieces.
+        graph: Begin of the graph, or a function that builds it again.
         differentiable: Whether each output gets a gradient.
         buffers: Values that F found in the buffers that it wrote to.
         layers: They share the graph, and each has noted products.
         outputs: Those of the last layer, until `close`.
+        pieces: Runs the last layer and its loss forward and backward, given the loss's gradient.
     """
 
     inputs: Tensors
     measured: Tensors | None
-    graph: Roots | Callable[[], Tensors] | InPieces
+    graph: Roots | Callable[[], Tensors]
     differentiable: tuple[bool, ...]
     buffers: Copies
     layers: list[L]
     products: list[Sequence[Product]]
     outputs: Tensors = ()
+    pieces: Callable[[Tensor], None] | None = None
 
     def close(self) -> None:
         """Ends the joining. Only the graph is kept: tensors that it has not saved may go."""
@@ -80,7 +76,7 @@ class Span(Generic[L]):
 
     def build_again(self) -> None:
         """Precedes `run`: F of a recomputed layer."""
-        if callable(self.graph) and not isinstance(self.graph, InPieces):
+        if callable(self.graph):
             self.graph = roots_of(self.graph(), self.differentiable)
             self.products = [self.layers[0].tape.take_products()]
 
@@ -90,11 +86,10 @@ class Span(Generic[L]):
         Args:
             apart: Whether the weights' gradients wait on the tapes.
         """
-        graph = self.graph
-        if isinstance(graph, InPieces):
-            graph.run(gradients[0])
+        if self.pieces is not None:
+            self.pieces(gradients[0])
             return [x.grad for x in self.inputs]
-        assert not callable(graph), "it is built again before"
+        assert not callable(self.graph), "it is built again before"
         apart = apart and not any(layer.is_reentrant for layer in self.layers)
         parts = [
             Part(layer.tape, layer.parameters, products)
@@ -102,7 +97,7 @@ class Span(Generic[L]):
             if apart
         ]
         self.products = []  # they would keep the inputs of linears until the whole graph has run
-        return run_graph(graph, _present(gradients), self.inputs, parts, apart)
+        return run_graph(self.graph, _present(gradients), self.inputs, parts, apart)
 
     def has_gradient(self, gradients: Tensors) -> bool:
         """Returns whether some output of the graph has a gradient."""

@@ -192,8 +192,6 @@ class Stage:
         if gradients is None:
             gradients = (self._share if self._shares is None else self._shares[microbatch],)
         for layer in reversed(self._trained):
-            if not layer.begins(microbatch):
-                continue
             gradients = layer.backward_input(microbatch, gradients, deferred)
             if self.look is not None:
                 weights = [] if deferred else _gradients(layer)
