@@ -35,7 +35,7 @@ from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
 from dynmo.cases.experts.routing import ExpertRouter, sinkhorn
 from dynmo.models.options import ModelOptions
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -76,7 +76,7 @@ KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 }
 
 
-def router_scores(world: World, steps: int, hidden: int) -> list[list[list[float]]]:
+def router_scores(world: Meeting, steps: int, hidden: int) -> list[list[list[float]]]:
     """Returns a microbatch's scores by layer, after some steps. Runs on the one rank."""
     model = {"kind": "moe", "experts": 8, "routing": "sinkhorn"}
     config = config_of(steps, 0, {}, 1, 1, hidden, model)

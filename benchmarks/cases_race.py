@@ -25,7 +25,7 @@ from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.train.setup import model_of
@@ -194,7 +194,7 @@ class RacingSide:
         programs: Seconds of each step's program, and of its ops (`noted`).
     """
 
-    def __init__(self, world: World, case: str, config: Config) -> None:
+    def __init__(self, world: Meeting, case: str, config: Config) -> None:
         self._world, self._costs = world, list[tuple[LayerCost, ...]]()
         self._events: list[Event] = []
         model = model_for(case, config)
@@ -222,7 +222,7 @@ class RacingSide:
 
 
 def race(
-    world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
+    world: Meeting, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Runs on each rank: every side trains, a step of each in turn."""
     out: list[dict[str, Any]] = []

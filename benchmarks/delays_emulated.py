@@ -23,8 +23,8 @@ from benchmarks.delay_model import base_of, drawn, makespan, placements
 from benchmarks.output import markdown
 from benchmarks.traces_emulated import in_turn, sleeping_pipeline
 from dynmo.plan.evaluate import pipeline_costs
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.outbox import Outbox
-from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.lowering import Channel
 
@@ -53,7 +53,7 @@ def late(delay: Callable[[Channel], float]) -> Iterator[None]:
 
 
 def emulate(
-    world: World, share: float, factors: Sequence[int], pairs: int, steps: int, shortest: float
+    world: Meeting, share: float, factors: Sequence[int], pairs: int, steps: int, shortest: float
 ) -> list[dict[str, Any]]:
     """Runs on each rank: the placements in turn, at each delay factor.
 
@@ -69,7 +69,7 @@ def emulate(
 
 
 def _row(
-    world: World, share: float, factor: int, pairs: int, steps: int, shortest: float
+    world: Meeting, share: float, factor: int, pairs: int, steps: int, shortest: float
 ) -> dict[str, Any]:
     ranks, layers = world.size, trace("early_exit", BLOCKS, 2048)[MOMENT]
     base = base_of("between nodes", share, BLOCKS, ranks)

@@ -45,7 +45,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.schedule.bounds import Objective
@@ -56,7 +56,7 @@ from dynmo.train.setup import model_of
 MESSAGE_BYTES = 16384
 
 
-def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
+def timed(world: Meeting, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
     """Returns a side that times the forward and backward of one step of ours."""
 
     def step() -> float:
@@ -75,7 +75,7 @@ STEPS = 4  # of a run of ZB-2p. The first step fills the pipeline.
 
 
 def without_barrier(
-    world: World, pipeline: Engine, batch: Tensor, busy: list[float]
+    world: Meeting, pipeline: Engine, batch: Tensor, busy: list[float]
 ) -> Callable[[], float]:
     """Returns a side whose steps begin before the step before is final."""
 
@@ -92,7 +92,7 @@ def without_barrier(
     return run
 
 
-def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
+def emulated(world: Meeting, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
     """Runs on each rank, with one emulated layer a stage.
 
     A rank's op takes as long whether the rank has one stage or two.
@@ -154,7 +154,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 
 
 def sleeping_pipeline(
-    world: World, seconds: float, step: StepOptions, update: UpdateOptions | None = None
+    world: Meeting, seconds: float, step: StepOptions, update: UpdateOptions | None = None
 ) -> Engine:
     """Makes a pipeline of emulated layers, one on each stage."""
     chunks = chunks_of(step.schedule)
@@ -165,7 +165,7 @@ def sleeping_pipeline(
 
 
 def zb_2p_pipeline(
-    world: World, seconds: float, microbatches: int
+    world: Meeting, seconds: float, microbatches: int
 ) -> tuple[Engine, tuple[LayerCost, ...]]:
     """Makes the pipeline of ZB-2p, and the costs that its schedule is made for.
 
@@ -222,7 +222,7 @@ def gpt(
     return model, inputs, targets
 
 
-def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
+def real(world: Meeting, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
     """Runs on each rank: the same GPT layers, cut the same way, under each schedule.
 
     The schedules are ours and torch's.
@@ -249,7 +249,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
 
 
 def own_pipelines(
-    world: World, model: Model, inputs: Tensor, targets: Tensor
+    world: Meeting, model: Model, inputs: Tensor, targets: Tensor
 ) -> tuple[dict[str, Engine], list[float], Callable[[], dict[str, float]]]:
     """Makes a pipeline for each of our schedules. All have the same cut, by measured time.
 

@@ -32,7 +32,7 @@ from dynmo.kernels import deferral
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.loss import causal_lm_loss
 from dynmo.plan.bisection import exact
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 BLOCKS, VOCABULARY = 6, 1024
 ROWS, TOKENS = 2, 128  # of a microbatch
@@ -67,7 +67,9 @@ def linears_alone() -> Iterator[None]:
         yield
 
 
-def race(world: World, family: str, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
+def race(
+    world: Meeting, family: str, microbatches: int, rounds: int, hidden: int
+) -> dict[str, Any]:
     """Runs on each rank."""
     config, draws = config_of(family, hidden), torch.Generator().manual_seed(0)
     model = from_pretrained(config)

@@ -24,7 +24,7 @@ from benchmarks.output import add_number, markdown, parser_of, run
 from benchmarks.quality import config_of
 from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import Config
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -77,7 +77,7 @@ class Evaluation:
         self._exited[head] += len(before[1]) - len(after[1])  # the tokens that are computed
 
 
-def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
+def measure(world: Meeting, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
     """Runs on the one rank: trains, then evaluates."""
     case = {
         "cases": ["early_exit"],

@@ -27,7 +27,7 @@ from dynmo.kernels.split import WeightTape
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -151,7 +151,7 @@ def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[s
     }
 
 
-def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
+def race(world: Meeting, steps: int, scale: float = 1.0) -> dict[str, Any]:
     """Runs on each rank: a step of every side in turn."""
     Slept.scale = scale
     trainers: dict[str, Trainer] = {}

@@ -51,7 +51,7 @@ from benchmarks.torch_peer import GPIPE, PEERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.models.loss import count_labels
 from dynmo.plan.partition import uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.catalogue import chunks_of
 
 CASES = ("full", "upper", "lora-upper", "lora-all")
@@ -123,7 +123,7 @@ def steps_of(sizes: dict[str, int]) -> list[Step]:
     return [[microbatch() for _ in range(sizes["microbatches"])] for _ in range(sizes["steps"])]
 
 
-def race(world: World, case: str, sizes: dict[str, int], rounds: int) -> dict[str, Any]:
+def race(world: Meeting, case: str, sizes: dict[str, int], rounds: int) -> dict[str, Any]:
     """Runs on each rank."""
     stages, steps = stages_of(case, sizes), steps_of(sizes)
     model, whole = stages.model, [padded(step) for step in steps]

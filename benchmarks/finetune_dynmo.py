@@ -18,7 +18,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.runtime.engine.options import StepOptions
@@ -94,7 +94,7 @@ class OwnSide:
 
 
 def own_side(
-    world: World,
+    world: Meeting,
     model: Model,
     schedule: str,
     cut: Partition,

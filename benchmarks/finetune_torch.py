@@ -27,7 +27,7 @@ from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
 from dynmo.plan.bisection import chunked, exact
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 FUSED = (Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B)
 """torch's schedules that do not split the backward."""
@@ -139,7 +139,7 @@ class TorchSide:
         """Returns the seconds of all steps on the slowest rank."""
         return sum(peer.step() for peer in self._peers)
 
-    def loss_and_norm(self, world: World) -> tuple[float, float]:
+    def loss_and_norm(self, world: Meeting) -> tuple[float, float]:
         """Returns the loss and the gradient norm of the first step."""
         peer, loss = self._peers[0], self._losses[0]
         peer.step()

@@ -28,7 +28,7 @@ from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Mesh, Problem
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.simulator import simulate
@@ -43,7 +43,7 @@ class TimedPipeline:
         moves: Bytes and seconds of each move.
     """
 
-    def __init__(self, world: World, pipeline: Engine, batches: Batches) -> None:
+    def __init__(self, world: Meeting, pipeline: Engine, batches: Batches) -> None:
         self.pipeline, self._world, self._batches = pipeline, world, batches
         self.moves: list[dict[str, float]] = []
         self._steps = 0
@@ -76,7 +76,13 @@ class TimedPipeline:
 
 
 def balanced(
-    world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int
+    world: Meeting,
+    pairs: int,
+    steps: int,
+    blocks: int,
+    hidden: int,
+    sequence: int,
+    microbatches: int,
 ) -> dict[str, Any]:
     """Runs on each rank: the static and the balanced placements, in turn."""
     config = parse(

@@ -28,6 +28,7 @@ from benchmarks.output import main
 from dynmo.models.gpt import FeedForwardHalf, Head
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.headers import TAG_LINKS
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.world import World
 
 VOCABULARY, HEAD_SIZE, ROWS, MICROBATCHES = 256, 64, 3, 4
@@ -96,7 +97,7 @@ def make_layers(hidden: int, blocks: int, differentiated: bool) -> list[nn.Modul
     return [Embed(hidden, differentiated), *halves, head]
 
 
-def sides(world: World, hidden: int, blocks: int, sequence: int) -> dict[str, Any] | None:
+def sides(world: Meeting, hidden: int, blocks: int, sequence: int) -> dict[str, Any] | None:
     """Runs one step of both sides."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (MICROBATCHES * ROWS, sequence), generator=generator)
@@ -112,14 +113,14 @@ def sides(world: World, hidden: int, blocks: int, sequence: int) -> dict[str, An
     return None if world.rank else both | saved | {"same_weights": len(digests) == 1}
 
 
-def side(world: World, layers: list[nn.Module], ids: Tensor) -> dict[str, Any]:
+def side(world: Meeting, layers: list[nn.Module], ids: Tensor) -> dict[str, Any]:
     """Trains one step, and counts the bytes of what the ranks send to each other."""
     pipeline = dynmo.Pipeline(
         dynmo.Sequential(layers), world, schedule="zb-h1", microbatches=MICROBATCHES
     )
     sent, send = Counter[str](), World.send
 
-    def counted(world: World, tensor: Tensor, target: int, tag: int) -> Any:
+    def counted(world: Meeting, tensor: Tensor, target: int, tag: int) -> Any:
         if tag < TAG_LINKS:
             sent["backwards" if tag % 2 else "forwards"] += tensor.nbytes
         return send(world, tensor, target, tag)

@@ -177,9 +177,9 @@ def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[
 def _rank() -> int:
     import torch
 
+    from dynmo.runtime.comm.meeting import Meeting
     from dynmo.runtime.comm.rendezvous import from_environment
     from dynmo.runtime.comm.store import open_store
-    from dynmo.runtime.comm.world import World
 
     enter_rank()
     module, _, name = sys.argv[1].partition(":")
@@ -188,7 +188,7 @@ def _rank() -> int:
         assert rendezvous is not None
         torch.set_num_threads(1)
         store, device = open_store(rendezvous, 120), torch.device(sys.argv[4])
-        world = World.join(
+        world = Meeting.join(
             store,
             rendezvous.rank,
             rendezvous.size,

@@ -44,7 +44,7 @@ from dynmo.models.sequential import Sequential
 from dynmo.pipeline.options import ScheduleName
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.plan.options import Balance
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 BLOCKS, MICROBATCHES, ROWS, TOKENS, CLASSES = 12, 8, 2, 16, 8
 HIDDEN = (8, 32, 128, 256, 512, 1024)
@@ -146,7 +146,7 @@ def peer(hidden: int) -> Callable[[], object]:
 
 
 def own(
-    world: World, layers: Sequence[nn.Module], schedule: ScheduleName, **given: Any
+    world: Meeting, layers: Sequence[nn.Module], schedule: ScheduleName, **given: Any
 ) -> Pipeline:
     model, optimizer = Sequential(layers, loss), partial(torch.optim.AdamW, lr=0.0)
     return Pipeline(
@@ -157,7 +157,7 @@ def own(
 # -- what the ranks run ----------------------------------------------------------------------------
 
 
-def one_rank(world: World, hidden: int, rounds: int) -> dict[str, Any]:
+def one_rank(world: Meeting, hidden: int, rounds: int) -> dict[str, Any]:
     given = batch(hidden)
     pipelines = {name: own(world, whole(hidden), name) for name in SCHEDULES}
     sides = {"plain torch": loop(hidden, steps=True), "torch 1f1b": peer(hidden)}
@@ -168,7 +168,7 @@ def one_rank(world: World, hidden: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def two_ranks(world: World, hidden: int, rounds: int) -> dict[str, Any]:
+def two_ranks(world: Meeting, hidden: int, rounds: int) -> dict[str, Any]:
     given = batch(hidden)
     sides: dict[str, Callable[[], object]] = {"torch 1f1b": peer(hidden)}
     sides |= {
@@ -178,7 +178,7 @@ def two_ranks(world: World, hidden: int, rounds: int) -> dict[str, Any]:
     return compared(alone | of_all(world, in_turn(sides, rounds)), "plain torch", "dynmo 1f1b")
 
 
-def middle_rank(world: World, hidden: int, rounds: int) -> dict[str, Any]:
+def middle_rank(world: Meeting, hidden: int, rounds: int) -> dict[str, Any]:
     """The figures of rank 1, on all ranks."""
     layers = [Scale(), *blocks(hidden), nn.Linear(hidden, CLASSES)]
     pipeline = own(world, layers, "zb-h1", balance=Balance(balancer="none", initial=(1, BLOCKS, 1)))
@@ -194,7 +194,7 @@ def middle_rank(world: World, hidden: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def profile(world: World, hidden: int, rounds: int) -> list[dict[str, Any]]:
+def profile(world: Meeting, hidden: int, rounds: int) -> list[dict[str, Any]]:
     """Returns the functions that take longest, in seconds by themselves and in all.
 
     They count for each block and microbatch, as the profiler sees them, which slows calls down.
@@ -225,7 +225,7 @@ def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
     return medians(alternate(timed, rounds, warmup=4))
 
 
-def of_all(world: World, seconds: dict[str, float]) -> dict[str, float]:
+def of_all(world: Meeting, seconds: dict[str, float]) -> dict[str, float]:
     """Returns the sums over the ranks."""
     sums = torch.tensor(list(seconds.values()), dtype=torch.float64)
     world.sum(sums, "the ranks' figures")

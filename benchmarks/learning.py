@@ -26,7 +26,7 @@ from benchmarks.quality import config_of
 from dynmo.config import Config
 from dynmo.events import EvalEvent, Event, TokensEvent
 from dynmo.models.gpt import feed_forward_size
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -131,7 +131,7 @@ def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
 
 
 def train(
-    world: World,
+    world: Meeting,
     steps: int,
     dynamism: dict[str, Any],
     model: dict[str, Any],

@@ -27,7 +27,7 @@ from dynmo.events import (
     RollbackEvent,
     StepEvent,
 )
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -61,7 +61,7 @@ def settings(steps: int, blocks: int, hidden: int, sequence: int) -> dict[str, A
     }
 
 
-def train(world: World, steps: int, turn: int, **sizes: int) -> dict[str, Any]:
+def train(world: Meeting, steps: int, turn: int, **sizes: int) -> dict[str, Any]:
     """Runs on each rank: both sides, a turn of steps each."""
     base = settings(steps, **sizes)
     events: dict[str, list[Event]] = {name: [] for name in SIDES}

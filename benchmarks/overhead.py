@@ -33,7 +33,7 @@ from dynmo.plan.decide import decide as decided
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import moves_between_ranks, uniform
 from dynmo.plan.workload import LayerSection, Moment, Workload, question
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 CASES = ("freezing", "pruning", "early_exit")
 BLOCKS, RANKS = (24, 48, 72, 96), (8, 16, 24)
@@ -127,7 +127,7 @@ def decisions_table(rows: list[dict[str, Any]]) -> str:
 # -- egeria ----------------------------------------------------------------------------------------
 
 
-def egeria(world: World, blocks: int, hidden: int, rounds: int) -> dict[str, Any]:
+def egeria(world: Meeting, blocks: int, hidden: int, rounds: int) -> dict[str, Any]:
     """Times the steps of a run that Egeria watches, on one rank."""
     from dynmo.config import parse
     from dynmo.train.setup import model_of

@@ -38,7 +38,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 
@@ -47,7 +47,7 @@ SCHEDULES = ("zb-auto", "zb-h2")
 WAYS = ("barrier", "post-validation")  # the end of a step
 
 
-def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
+def steps_of(world: Meeting, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
     """Returns a side that runs so many steps."""
     microbatches = pipeline.schedule_keeper.on(pipeline.store.layout.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -90,7 +90,7 @@ class Op(NamedTuple):
 
 
 def sleeping_pipeline(
-    world: World, op: Op, schedule: str, microbatches: int, post_validation: bool
+    world: Meeting, op: Op, schedule: str, microbatches: int, post_validation: bool
 ) -> tuple[Engine, float]:
     """Makes a pipeline of emulated layers, with the schedule for their sleeps.
 
@@ -117,7 +117,7 @@ def sleeping_pipeline(
 
 
 def emulated(
-    world: World,
+    world: Meeting,
     times: list[float],
     stash: float,
     microbatches: int,

@@ -30,7 +30,7 @@ from benchmarks.output import (
 )
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -129,7 +129,7 @@ def config_of(
 
 
 def train(
-    world: World,
+    world: Meeting,
     steps: int,
     seed: int,
     dynamism: dict[str, Any],

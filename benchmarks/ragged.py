@@ -53,7 +53,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.catalogue import chunks_of
@@ -134,7 +134,7 @@ def work(steps: Sequence[Step], hidden: int) -> int:
 
 
 def own_sides(
-    world: World, model: Model, steps: Sequence[Step], whole: Sequence[Step]
+    world: Meeting, model: Model, steps: Sequence[Step], whole: Sequence[Step]
 ) -> tuple[dict[str, Callable[[], float]], list[float]]:
     """Returns dynmo's sides, and the measured seconds of each layer by which all sides are cut."""
     microbatches = len(steps[0])
@@ -161,7 +161,7 @@ def own_sides(
     return sides, weights
 
 
-def has_same_loss(world: World, model: Model, step: Step) -> bool:
+def has_same_loss(world: Meeting, model: Model, step: Step) -> bool:
     """Returns whether a list and its padded form have the same loss."""
     engine = Engine(
         world, model, uniform(model.layers, world.size), StepOptions("1f1b", microbatches=len(step))
@@ -181,7 +181,7 @@ def _stacked(step: Step) -> tuple[Tensor, Tensor]:
     return torch.stack([inputs for inputs, _ in step]), torch.stack([y for _, y in step])
 
 
-def _run(world: World, engine: Engine, batches: Sequence[tuple[Any, Any]]) -> float:
+def _run(world: Meeting, engine: Engine, batches: Sequence[tuple[Any, Any]]) -> float:
     """Returns the seconds of all steps."""
     return sum(timed(world, engine, *batch)() for batch in batches)
 
@@ -214,7 +214,7 @@ def _sum_of(peers: Sequence[TorchPeer]) -> float:
 
 
 def race(
-    world: World,
+    world: Meeting,
     steps: int,
     microbatches: int,
     rows: int,

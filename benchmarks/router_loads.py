@@ -38,7 +38,7 @@ from dynmo.cases.experts.case import experts_of
 from dynmo.config import parse
 from dynmo.events import EvalEvent, Event, TokensEvent
 from dynmo.pipeline.case import Change, Dynamism, Layers, TokenShares
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -84,7 +84,7 @@ class LoadRecord(Dynamism):
         return TokenShares(tuple(indices), {str(i): list(each) for i, each in enumerate(by_expert)})
 
 
-def train(world: World, steps: int, model: dict[str, Any], hidden: int) -> dict[str, Any]:
+def train(world: Meeting, steps: int, model: dict[str, Any], hidden: int) -> dict[str, Any]:
     """Trains on the one rank. The loads of the last step are not in the log."""
     config = parse(
         {
@@ -121,7 +121,7 @@ def train(world: World, steps: int, model: dict[str, Any], hidden: int) -> dict[
     }
 
 
-def train_each(world: World, steps: int, hidden: int) -> dict[str, Any]:
+def train_each(world: Meeting, steps: int, hidden: int) -> dict[str, Any]:
     """Trains with each routing, on the one rank."""
     return {name: train(world, steps, model, hidden) for name, model in ROUTINGS.items()}
 

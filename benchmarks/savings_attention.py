@@ -53,7 +53,7 @@ from dynmo.cases.sparse_attention.shared import (
 )
 from dynmo.models.gpt import AttentionHalf
 from dynmo.models.options import ModelOptions
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.layer.layer import Layer
 
 HIDDEN, HEADS, BATCH = 256, 4, 2
@@ -250,7 +250,7 @@ def _fbw(seconds: list[float]) -> dict[str, float]:
     return dict(zip("fbw", seconds, strict=True))
 
 
-def on_a_rank(world: World, rounds: int, cases: int = len(SEQUENCES)) -> list[dict[str, Any]]:
+def on_a_rank(world: Meeting, rounds: int, cases: int = len(SEQUENCES)) -> list[dict[str, Any]]:
     """Runs on the one rank."""
     return [length(sequence, rounds) for sequence in SEQUENCES[:cases]]
 

@@ -29,7 +29,7 @@ from benchmarks.savings_tokens import Side, function_side, layer_side
 from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.models.options import ModelOptions
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 TOKENS, HIDDEN = 512, 256
 SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
@@ -64,7 +64,7 @@ def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
     return function_side(move, x)
 
 
-def on_a_rank(world: World, rounds: int, cases: int = len(SHAPES)) -> list[dict[str, Any]]:
+def on_a_rank(world: Meeting, rounds: int, cases: int = len(SHAPES)) -> list[dict[str, Any]]:
     """Runs on the one rank."""
     return [
         shape_row(experts, top_k, load, rounds)

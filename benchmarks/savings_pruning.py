@@ -44,7 +44,7 @@ from dynmo.cases.pruning.csr import pack, sddmm_, spmm, unpack
 from dynmo.cases.pruning.sparse_linear import SparseLinear, linears, prune, survivors
 from dynmo.config import parse
 from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.layer.layer import Layer
 from dynmo.train.setup import model_of
 
@@ -201,7 +201,7 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
     return out
 
 
-def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
+def on_a_rank(world: Meeting, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Runs on one rank as dynmo starts it, with the allocator set as it is there."""
     torch.manual_seed(0)
     return {

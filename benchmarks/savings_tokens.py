@@ -47,7 +47,7 @@ from dynmo.cases.mixture_of_depths.kernels import attend_packed, select
 from dynmo.cases.mixture_of_depths.layers import RoutedAttentionHalf, Router, add_selected
 from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
 from dynmo.models.options import ModelOptions
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.layer.layer import Layer
 
 BATCH, HEADS, VOCAB = 2, 4, 256
@@ -245,7 +245,7 @@ def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, An
     return result
 
 
-def on_a_rank(world: World, rounds: int, cases: int = len(SIZES)) -> list[dict[str, Any]]:
+def on_a_rank(world: Meeting, rounds: int, cases: int = len(SIZES)) -> list[dict[str, Any]]:
     """Runs on the one rank."""
     return [
         size_row(case, *size, rounds)

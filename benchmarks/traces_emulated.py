@@ -21,7 +21,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.evaluate import pipeline_costs
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.agreement import maxima
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 
@@ -56,7 +56,7 @@ class Emulation(NamedTuple):
 
 
 def emulate(
-    world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int
+    world: Meeting, cases: Sequence[tuple[str, int]], pairs: int, steps: int
 ) -> list[dict[str, Any]]:
     """Runs on each rank: one moment of each case's trace."""
     return [
@@ -65,12 +65,12 @@ def emulate(
     ]
 
 
-def emulated(world: World, **given: Any) -> dict[str, Any]:
+def emulated(world: Meeting, **given: Any) -> dict[str, Any]:
     """Runs `measure` on each rank."""
     return measure(world, Emulation(**given))
 
 
-def measure(world: World, given: Emulation) -> dict[str, Any]:
+def measure(world: Meeting, given: Emulation) -> dict[str, Any]:
     """Runs on each rank: the uniform placement and ours, in turn.
 
     The layers sleep in proportion to the trace.
@@ -132,7 +132,7 @@ def measure(world: World, given: Emulation) -> dict[str, Any]:
 
 
 def sleeping_pipeline(
-    world: World, layers: Layers, unit: float, size: int, placement: Partition
+    world: Meeting, layers: Layers, unit: float, size: int, placement: Partition
 ) -> Engine:
     """Makes a pipeline of layers that sleep."""
     model = make_layers(*([unit * getattr(x, key) for x in layers] for key in "fbw"), size=size)
@@ -140,7 +140,7 @@ def sleeping_pipeline(
 
 
 def in_turn(
-    world: World, sides: dict[str, tuple[Engine, Partition]], pairs: int, steps: int
+    world: Meeting, sides: dict[str, tuple[Engine, Partition]], pairs: int, steps: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Runs all sides in turn.
 

@@ -34,7 +34,7 @@ from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Problem, Work
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.bounds import Objective
 
 LAYERS = 24
@@ -53,7 +53,7 @@ while not select.select([sys.stdin], [], [], period)[0] and os.getppid() == proc
 
 
 def emulated(
-    world: World,
+    world: Meeting,
     speeds: list[float],
     steps: int,
     milliseconds: float,
@@ -76,7 +76,7 @@ def emulated(
 
 
 def stopped(
-    world: World, steps: int, hidden: int, blocks: int, milliseconds: int
+    world: Meeting, steps: int, hidden: int, blocks: int, milliseconds: int
 ) -> dict[str, Any]:
     """Runs on each rank: a GPT whose last rank is stopped half of the time."""
     options = dynmo.ModelOptions(
@@ -108,7 +108,11 @@ class _Run:
     """A training that balances itself, and its figures."""
 
     def __init__(
-        self, model: Model, world: World, inputs: torch.Tensor, targets: torch.Tensor | None = None
+        self,
+        model: Model,
+        world: Meeting,
+        inputs: torch.Tensor,
+        targets: torch.Tensor | None = None,
     ) -> None:
         self._batch = inputs, inputs if targets is None else targets
         self._events: list[Event] = []

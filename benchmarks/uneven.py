@@ -28,7 +28,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition, uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
@@ -50,7 +50,7 @@ def layer_seconds(milliseconds: int) -> list[list[float]]:
     return (spread / spread.mean(dim=1, keepdim=True) * mean).tolist()
 
 
-def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> dict[str, Any]:
+def uneven(world: Meeting, milliseconds: int, microbatches: int, rounds: int) -> dict[str, Any]:
     """Runs on each rank: every schedule on uneven stages, and the plan."""
     f, b, w = layer_seconds(milliseconds)
     model = make_layers(f, b, w, MESSAGE_BYTES // 4)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.catalogue import AUTO, SCHEDULES
 from tests.equality import BALANCERS
 from tests.fuzz.draws import fits
@@ -374,7 +374,7 @@ def todays_seed() -> int:
     return int(os.environ.get("DYNMO_SEED") or date.today().strftime("%Y%m%d"))
 
 
-def train_each(world: World, configs: list[Tables], staged: list[bool]) -> list[Tables]:
+def train_each(world: Meeting, configs: list[Tables], staged: list[bool]) -> list[Tables]:
     """A job of the pool: several runs in one world."""
     results: list[Tables] = []
     for config, through_host in zip(configs, staged, strict=True):

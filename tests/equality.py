@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests import jobs
 from tests.pool import Pool
 from tests.runtime.fake_time import emulated_time
@@ -161,7 +161,7 @@ def resumed(
     return ended
 
 
-def in_emulated_time(world: World, config: dict[str, Any], wrapped: str = "events") -> Any:
+def in_emulated_time(world: Meeting, config: dict[str, Any], wrapped: str = "events") -> Any:
     """A job in which emulated layers take exactly their seconds, and none of the real time."""
     with emulated_time():
         return getattr(jobs, wrapped)(world, config)

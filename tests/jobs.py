@@ -20,7 +20,7 @@ from dynmo.cli import main
 from dynmo.config import Config, parse
 from dynmo.elastic.managers import parks
 from dynmo.events import Event, StepEvent, to_json
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -37,7 +37,7 @@ def parsed(config: dict[str, Any]) -> Config:
     return parse({"data": {"source": SOURCE}} | config)
 
 
-def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def train(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """A whole run without a folder.
 
     Returns the digest and the last loss. Rank 0 also returns every step's loss and placement.
@@ -55,7 +55,7 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_staged(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def train_staged(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """As `train`, with messages that are received into other memory first.
 
     CUDA ranks over gloo do the same.
@@ -64,7 +64,7 @@ def train_staged(world: World, config: dict[str, Any]) -> dict[str, Any]:
     return train(world, config)
 
 
-def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def train_and_weights(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """As `train`, with this rank's weights by layer, flat, in parameter order."""
     loaded = parsed(config)
     events: list[Event] = []
@@ -81,7 +81,7 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_in(
-    world: World,
+    world: Meeting,
     config: dict[str, Any],
     folder: str,
     resume: bool = False,
@@ -90,7 +90,7 @@ def train_in(
     """A run in a folder.
 
     Args:
-        world: World of all ranks.
+        world: Meeting of all ranks.
         config: Configuration of the run.
         folder: Folder of the run.
         resume: True goes on from the newest checkpoint in the folder.
@@ -105,14 +105,14 @@ def train_in(
     return vars(Trainer(loaded, world, model_of(loaded), Path(folder), resume, listen).run())
 
 
-def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict[str, Any]:
+def resume_and_listen(world: Meeting, config: dict[str, Any], folder: str) -> dict[str, Any]:
     """A run that goes on. The key `said` has what it prints on stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         result = train_in(world, config, folder, resume=True)
     return {**result, "said": said.getvalue()}
 
 
-def events(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+def events(world: Meeting, config: dict[str, Any]) -> list[dict[str, Any]]:
     """The events that a run without a folder tells its listener, as in the log."""
     loaded = parsed(config)
     told: list[Event] = []
@@ -120,7 +120,7 @@ def events(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     return [to_json(event) for event in told]
 
 
-def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def train_elastic(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """As `train`, for a run whose ranks may leave and come back.
 
     Returns what rank 0 saw, and how often this process was a rank.
@@ -142,11 +142,11 @@ def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def launched(world: World, size: int, port: str, folder: str = ".") -> Iterator[None]:
+def launched(world: Meeting, size: int, port: str, folder: str = ".") -> Iterator[None]:
     """This process as torchrun starts it, or as a shell starts a single rank.
 
     Args:
-        world: World of all ranks. It is closed.
+        world: Meeting of all ranks. It is closed.
         size: Number of ranks that torchrun starts.
         port: A free port.
         folder: Working folder.
@@ -171,12 +171,12 @@ def launched(world: World, size: int, port: str, folder: str = ".") -> Iterator[
 
 
 def script(
-    world: World, path: str, port: str, arguments: Sequence[str] = (), size: int | None = None
+    world: Meeting, path: str, port: str, arguments: Sequence[str] = (), size: int | None = None
 ) -> str:
     """Runs a Python script on each rank, and returns what it prints.
 
     Args:
-        world: World of all ranks.
+        world: Meeting of all ranks.
         path: Path of the script.
         port: A free port.
         arguments: Arguments of the script.
@@ -191,7 +191,7 @@ def script(
     return printed.getvalue()
 
 
-def command(world: World, lines: list[list[str]], folder: str, port: str) -> tuple[int, str, str]:
+def command(world: Meeting, lines: list[list[str]], folder: str, port: str) -> tuple[int, str, str]:
     """Runs `dynmo` with a line for each rank. Returns exit status, stdout and stderr."""
     with (
         launched(world, world.size, port, folder),
@@ -203,6 +203,6 @@ def command(world: World, lines: list[list[str]], folder: str, port: str) -> tup
     return status, out.getvalue(), err.getvalue()
 
 
-def command_in_emulated_time(world: World, **given: Any) -> tuple[int, str, str]:
+def command_in_emulated_time(world: Meeting, **given: Any) -> tuple[int, str, str]:
     with emulated_time():
         return command(world, **given)

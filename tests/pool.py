@@ -157,9 +157,9 @@ def _serve() -> None:
     import torch
 
     import tests.jobs  # noqa: F401  # before the first job, in all ranks at once
+    from dynmo.runtime.comm.meeting import Meeting
     from dynmo.runtime.comm.rendezvous import from_environment
     from dynmo.runtime.comm.store import open_store
-    from dynmo.runtime.comm.world import World
     from dynmo.runtime.engine import profiler
 
     rendezvous = from_environment()
@@ -188,7 +188,7 @@ def _serve() -> None:
                 continue
             function = getattr(module, job["name"])
             parallel = job["arguments"].get("config", {}).get("parallel", {})
-            world = World.join(
+            world = Meeting.join(
                 store,
                 rendezvous.rank,
                 job["size"],

@@ -20,7 +20,7 @@ from dynmo.events import ReshapeEvent, read
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.state.layer_options import ReplicaOptions
@@ -187,7 +187,7 @@ def test_counts_in_a_buffer_that_is_not_saved_are_refused(pool: Pool) -> None:
     run(pool, wanted)
 
 
-def after_a_reshape(world: World, data: int) -> None:
+def after_a_reshape(world: Meeting, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
     model = model_of(parse(WRITTEN))
     pipeline = Engine(
@@ -267,7 +267,7 @@ def test_reduction_overlaps_with_later_layers() -> None:
     assert could_hide([1.0], [3.0]) == 0
 
 
-def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
+def costs_beside_a_slow_replica(world: Meeting, config: dict[str, Any]) -> list[float]:
     """Seconds of each layer's F, as all ranks know them.
 
     The last rank's first emulated layer takes ten times as long.

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import functional
 
 from dynmo.cost.layer_cost import Costs, StageCost
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
@@ -90,7 +90,7 @@ def _stage(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
 
 
-def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dict[str, Any]:
+def run_in_torch(world: Meeting, text: str, stages: int, microbatches: int) -> dict[str, Any]:
     """Runs two steps of torch's runtime with the schedule on each rank.
 
     Gradients and loss are held against one process with all stages.

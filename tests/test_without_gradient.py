@@ -20,7 +20,7 @@ from dynmo.kernels.seeds import Purpose, mix
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.train.setup import model_of
@@ -146,7 +146,7 @@ class Head(nn.Linear):
         return functional.linear(input.detach(), self.weight.detach(), self.bias)
 
 
-def tied(world: World) -> list[float]:
+def tied(world: Meeting) -> list[float]:
     """Returns the weight of embedding and head after two steps, on the embedding's rank."""
     factories = [partial(nn.Embedding, 16, 4), partial(Head, 4, 16)]
     pairs = [((0, "weight"), (1, "weight"))]

@@ -39,7 +39,8 @@ from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.case_registry import make_cases
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -103,7 +104,7 @@ class Run:
     def __init__(self, device: torch.device, config: Config, options: argparse.Namespace) -> None:
         self._device, self._options = device, options
         model = built_on(device, model_for("pruning", config))
-        world = World(0, 1, device, 120.0, 0, dist.HashStore())
+        world = Meeting(0, 1, device, 120.0, 0, SignedStore(dist.HashStore()))
         self.even = uniform(model.layers, options.slices)
         self.pipeline = Engine(
             world,

@@ -33,7 +33,7 @@ from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.agreement import maxima
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -53,7 +53,7 @@ class Run:
         partition: The first placement.
     """
 
-    def __init__(self, world: World, shape: Shape) -> None:
+    def __init__(self, world: Meeting, shape: Shape) -> None:
         self._world, self._shape = world, shape
         self._config = parse(
             {
@@ -120,7 +120,7 @@ class Run:
         return migration
 
 
-def on_a_rank(world: World, shape: Sequence[int]) -> dict[str, Any]:
+def on_a_rank(world: Meeting, shape: Sequence[int]) -> dict[str, Any]:
     """Runs on each rank. Both ranks return the same."""
     run = Run(world, Shape(*shape))
     run.steps(2)

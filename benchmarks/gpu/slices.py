@@ -45,7 +45,8 @@ from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.sm_slices import cut
@@ -91,7 +92,7 @@ class Sides:
 
 
 def on_slices(
-    sides: Sides, world: World, model: Model, count: int, dtype: torch.dtype
+    sides: Sides, world: Meeting, model: Model, count: int, dtype: torch.dtype
 ) -> dict[str, tuple[Engine, Schedule]]:
     """Adds the schedules on so many slices to `sides`."""
     microbatches = len(sides.inputs)
@@ -140,7 +141,7 @@ def torch_stages(
     return build
 
 
-def on_all_sms(sides: Sides, world: World, model: Model, count: int, dtype: torch.dtype) -> None:
+def on_all_sms(sides: Sides, world: Meeting, model: Model, count: int, dtype: torch.dtype) -> None:
     """Adds the sides that run on the whole GPU to `sides`.
 
     They are the model as one stage, and as so many stages of one rank in both runtimes.
@@ -168,8 +169,8 @@ def pipelines(
     model = built_on(device, model_of(parse({"model": shape.model})))
     sides = Sides(device, *shape.tokens(device))
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        with World.join(store, 0, 1, device=device) as world:
+        store = SignedStore(dist.FileStore(str(Path(folder) / "store"), 1))
+        with Meeting.join(store, 0, 1, device=device) as world:
             rows = on_slices(sides, world, model, slices, dtype)
             on_all_sms(sides, world, model, slices, dtype)
             progress("all sides are built")

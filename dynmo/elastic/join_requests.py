@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
-
-import torch.distributed as dist
+from typing import TypeVar
 
 from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, DynmoError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.error_text import reason
+from dynmo.runtime.comm.signed_store import Forged, SignedStore
 from dynmo.runtime.comm.store import LOST, no_answer
 
 # Most seconds between two signs of life of a newcomer, and seconds without one until it is gone.
@@ -36,6 +35,8 @@ _PULSE, _LOOK = 1.0, 0.1
 _POLL = 0.05
 # Seconds for a message of rank 0.
 _SLACK = 2.0
+# Most join requests of a run, and most that rank 0 takes in one look.
+_MOST, _MOST_IN_A_LOOK = 10_000, 50
 
 Result = TypeVar("Result")
 
@@ -58,11 +59,11 @@ class _Waiting:
 class JoinRequests:
     """Rank 0's side: the newcomers that wait."""
 
-    def __init__(self, home: dist.Store, timeout: float) -> None:
-        self._store = dist.PrefixStore("join", home)
+    def __init__(self, home: SignedStore, timeout: float) -> None:
+        self._store = home.within("join")
         self._timeout = timeout
         # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
-        self._watched = dist.PrefixStore("join", cast(Any, home).clone())
+        self._watched = home.clone().within("join")
         # The highest ticket so far, and the tickets whose holders have not described themselves.
         self._known = 0
         self._expected = set[int]()
@@ -74,7 +75,8 @@ class JoinRequests:
         self._gone: list[int] = []
         self._looked = time.monotonic()
         self._failure = ""
-        self._told = False
+        self._forged = ""
+        self._told = set[str]()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -88,18 +90,23 @@ class JoinRequests:
     def _look(self) -> None:
         now = time.monotonic()
         # A store in a file grows with every write, so nothing is written while nobody waits.
-        tickets = int(self._watched.get("tickets")) if self._watched.check(["tickets"]) else 0
-        self._expected |= set(range(self._known + 1, tickets + 1))
-        self._known = tickets
+        for ticket in range(self._known + 1, min(self._known + _MOST_IN_A_LOOK, _MOST) + 1):
+            try:
+                if self._watched.find(f"ticket/{ticket}") is None:
+                    break
+                self._expected.add(ticket)
+            except Forged as error:
+                self._forged = self._forged or f"{error}; it is ignored"
+            self._known = ticket
         for ticket in sorted(self._expected):
-            if self._watched.check([f"here/{ticket}"]):
+            text = _genuine(self._watched, f"here/{ticket}")
+            if text is not None:
                 self._expected.remove(ticket)
-                text = self._watched.get(f"here/{ticket}").decode(errors="replace")
-                self._waiting[ticket] = _Waiting(text, now)
+                self._waiting[ticket] = _Waiting(text.decode(errors="replace"), now)
         waiting = list(self._waiting.items())
         for ticket, each in waiting:
-            beat = self._watched.get(f"beat/{ticket}")
-            if beat != each.beat:
+            beat = _genuine(self._watched, f"beat/{ticket}")
+            if beat is not None and beat != each.beat:
                 each.beat, each.seen = beat, now
         if waiting and now - self._pulsed > self._pause:
             self._pulse, self._pulsed = self._pulse + 1, now
@@ -115,13 +122,15 @@ class JoinRequests:
         return sorted(self._waiting)
 
     def take_problem(self) -> str | None:
-        """Returns why nobody can join, once. None if the store can be read."""
+        """Returns what is wrong with the store, once. None if nothing is new."""
         late = time.monotonic() - self._looked > self._timeout
         why = self._failure or f"it has not answered for {self._timeout:g} s" * late
-        if not why or self._told or self._closed.is_set():
-            return None
-        self._told = True
-        return f"nobody can join: the store of the run cannot be read ({why})"
+        failure = why and f"nobody can join: the store of the run cannot be read ({why})"
+        for problem in {self._forged, failure} - self._told - {""}:
+            if not self._closed.is_set():
+                self._told.add(problem)
+                return problem
+        return None
 
     def take_gone(self) -> list[int]:
         """Returns the tickets of newcomers that went away since the last call."""
@@ -156,9 +165,9 @@ class Newcomer:
     """A process that waits to join. It may ask again after it was a rank."""
 
     def __init__(
-        self, home: dist.Store, text: str, timeout: float, name: str = "a newcomer"
+        self, home: SignedStore, text: str, timeout: float, name: str = "a newcomer"
     ) -> None:
-        self._store = dist.PrefixStore("join", home)
+        self._store = home.within("join")
         self._text = text
         self._timeout = timeout
         self._name = name
@@ -184,10 +193,17 @@ class Newcomer:
         )
 
     def _request(self) -> int:
-        ticket = self._store.add("tickets", 1)
+        ticket = next((each for each in range(1, _MOST) if self._claims(each)), None)
+        if ticket is None:
+            raise RunError(f"{_MOST} processes have asked to join this run; start it anew")
         self._store.set(f"beat/{ticket}", "0")
         self._store.set(f"here/{ticket}", self._text)
         return ticket
+
+    def _claims(self, ticket: int) -> bool:
+        with suppress(Forged):
+            return self._store.claim(f"ticket/{ticket}")
+        return False
 
     def _wait(self, ticket: int, stopping: Callable[[], bool]) -> str | None:
         beats, next_beat, pulse = 0, 0.0, b""
@@ -215,7 +231,14 @@ class Newcomer:
         return self._read("pulse")
 
     def _read(self, key: str) -> bytes:
-        return self._store.get(key) if self._store.check([key]) else b""
+        return _genuine(self._store, key) or b""
+
+
+def _genuine(store: SignedStore, key: str) -> bytes | None:
+    """Returns a value that the run has written, or None."""
+    with suppress(Forged):
+        return store.find(key)
+    return None
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from dynmo.elastic.join_requests import Newcomer, newcomer_text
 from dynmo.elastic.place import own_place
 from dynmo.errors import InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.store import find_missing, home_of, open_rendezvous, read_rendezvous
-from dynmo.runtime.comm.world import World
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def state_from(text: str) -> NewcomerState:
         ) from None
 
 
-def outside_world(file: Path, *, device: torch.device, timeout: float, staged: bool) -> World:
+def outside_world(file: Path, *, device: torch.device, timeout: float, staged: bool) -> Meeting:
     """Makes the world of a process that will join a running training.
 
     Args:
@@ -95,11 +95,11 @@ def outside_world(file: Path, *, device: torch.device, timeout: float, staged: b
     home = home_of(store)
     if find_missing(home, ["here/0"]):
         raise RunGone(f"{file}: no run meets where it says")
-    return World.outside(home, device=device, timeout=timeout, staged=staged)
+    return Meeting.outside(home, device=device, timeout=timeout, staged=staged)
 
 
 def join(
-    world: World, identity: Identity, take_up: Callable[[str], None], stopping: Callable[[], bool]
+    world: Meeting, identity: Identity, take_up: Callable[[str], None], stopping: Callable[[], bool]
 ) -> bool:
     """Waits until rank 0 lets this process join, and joins.
 

@@ -20,7 +20,7 @@ from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 # Seconds between two looks for newcomers.
 _LOOK = 0.25
@@ -37,7 +37,7 @@ class Newcomers:
         ConfigError: A requirement of `elastic.releaser` is missing.
     """
 
-    def __init__(self, elastic: Elastic, world: World, identity: Identity) -> None:
+    def __init__(self, elastic: Elastic, world: Meeting, identity: Identity) -> None:
         assert world.home is not None, "ranks of a program's own process groups stay"
         self._launcher = _launcher(world.home)
         self._manager = make_manager(elastic, self._launcher)

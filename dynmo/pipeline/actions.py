@@ -29,6 +29,7 @@ from dynmo.errors import ConfigError, PartitionError, RankDied, RunError, WaitTi
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.plan.partition import Layout, Layouts, Move, Partition, moves_between_ranks
 from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import check_partition
 from dynmo.runtime.engine.profiler import measure_links
@@ -284,7 +285,7 @@ class Actions:
             ResizeFailed: A rank could not give or take a layer. Nothing has moved.
         """
         start, store = time.perf_counter(), self._pending.final
-        everyone, before = store.world.everyone, store.layout
+        everyone, before = meeting_of(store.world), store.layout
         self._check_size(len(kept), mesh)
         layout = mesh.layout(self.engine.layouts, before)
         self._agree_on_ranks(tuple(kept), mesh)
@@ -329,7 +330,7 @@ class Actions:
                 as before, and nothing is lost.
         """
         start, store = time.perf_counter(), self._pending.final
-        everyone, before = store.world.everyone, store.layout
+        everyone, before = meeting_of(store.world), store.layout
         rank, size = everyone.rank, everyone.size
         self._check_size(size + newcomers, mesh)
         layout = mesh.layout(self.engine.layouts, before)
@@ -358,7 +359,7 @@ class Actions:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`."""
         store, before = self._store, self._store.layout
         layout = mesh.layout(self.engine.layouts, before)
-        store.world.everyone.renew(rank, size, generation, join_timeout)
+        meeting_of(store.world).renew(rank, size, generation, join_timeout)
         plan = transfers(_holders(before), _holders(layout), store.spreads_groups)
         migration = self._exchange(layout, plan, {}, groups)
         self._finish(before, layout, plan)
@@ -372,7 +373,7 @@ class Actions:
         groups: Mapping[int, GroupPlacement] | None = None,
     ) -> Migration:
         store = self._store
-        everyone, after = store.world.everyone, _holders(layout)
+        everyone, after = meeting_of(store.world), _holders(layout)
 
         def take_up(arrivals: list[Arrival]) -> None:
             gone = [i for i in store.layers if everyone.rank not in after[i]]
@@ -391,7 +392,7 @@ class Actions:
         whole: Mapping[int, dict[str, Tensor]],
         error: RunError,
     ) -> NoReturn:
-        everyone = self._store.world.everyone
+        everyone = meeting_of(self._store.world)
         if self._store.layout is not before:
             # A rank was lost after the exchange, so layers are elsewhere already.
             raise error
@@ -410,7 +411,7 @@ class Actions:
                 "replicas that share experts (parallel.expert) stay as many; change the ranks of "
                 "a pipeline only"
             )
-        if store.world.everyone.home is None:
+        if meeting_of(store.world).home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
         if pipeline * data != size:
             raise ConfigError(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from dynmo.errors import DynmoError
 from dynmo.pipeline.options import ScheduleOptions
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 
 _OF_INIT = re.compile(r"\bparallel\.((?:setup_)?timeout|threads|device|backend)\b")
@@ -26,7 +27,7 @@ def arguments_named(world: World | None) -> Generator[None]:
     try:
         yield
     except DynmoError as error:
-        if world is not None and world.is_of_loop and error.args:
+        if world is not None and meeting_of(world).is_of_loop and error.args:
             error.args = (with_arguments(str(error)), *error.args[1:])
         raise
 

@@ -29,6 +29,7 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import state_of
 from dynmo.pipeline.step_result import StepResult
 from dynmo.plan.partition import Partition
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
@@ -314,7 +315,7 @@ class Loop:
 
     def _finish(self, record: StepRecord) -> StepResult:
         self.is_set_up = True
-        self._engine.store.world.end_setup()
+        meeting_of(self._engine.store.world).end_setup()
         step, started = record.step, self._started.pop(record.step)
         self.loss = record.loss
         if self.tracer is not None:

@@ -67,9 +67,9 @@ from dynmo.pipeline.torch_modes import in_own_modes
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.plan.options import Balance, BalancerName, Elastic
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm import world as comm
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.setup_lines import said_while
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -1121,14 +1121,14 @@ class Pipeline:
         return cutter.cut(batch, targets, count or self.microbatches)
 
 
-def _check_kinds(model: Any, world: Any, optimizer: Any, rate: Any) -> comm.World:
+def _check_kinds(model: Any, world: Any, optimizer: Any, rate: Any) -> Meeting:
     """Raises ConfigError if an argument is another kind of thing, such as torch's optimizer."""
     if not isinstance(model, Model):
         advice = "wrap the list of its layers in dynmo.Sequential([...])"
         if hasattr(model, "save_pretrained"):
             advice = "give dynmo.huggingface.from_pretrained(folder), the folder that it comes from"
         raise ConfigError(f"model is {_kind(model)}; {advice}")
-    if not isinstance(world, comm.World):
+    if not isinstance(world, Meeting):
         raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -1155,7 +1155,7 @@ def _kind(given: object) -> str:
     return f"the class {name}" if of is given else f"an object of {name}"
 
 
-def _agree_on_modules(model: Sequential, world: comm.World) -> None:
+def _agree_on_modules(model: Sequential, world: Meeting) -> None:
     """Raises ConfigError on every rank if some rank has made other modules."""
     differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
     if differs is not None:

@@ -9,6 +9,7 @@ import torch
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.saving import SavedPipeline
 from dynmo.plan.partition import Partition, uniform
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import AUTO, chunks_of, shapes_of
 from dynmo.schedule.memory import Limit
@@ -98,7 +99,7 @@ def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
         parts *= -(-ranks // torch.cuda.device_count())
     total = torch.cuda.get_device_properties(device).total_memory
     own = max(1, total * 92 // 100 - (1 << 30)) // parts
-    return own if world.is_outside else _agreed_limit(options, world.everyone, own)
+    return own if meeting_of(world).is_outside else _agreed_limit(options, world.everyone, own)
 
 
 def _agreed_limit(options: PipelineOptions, everyone: World, own: int) -> Limit:

@@ -22,7 +22,7 @@ from dynmo.errors import ConfigError
 from dynmo.files import write_whole
 from dynmo.pipeline.options import Backend, WorldOptions
 from dynmo.pipeline.uncaught import report_uncaught
-from dynmo.runtime.comm import world as comm
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_next_store, rendezvous_record
 
@@ -143,7 +143,7 @@ def init(
         world.take_threads(threads)
         return _closed_at_exit(world)
     if ranks is not None:
-        world = comm.World.adopt(
+        world = Meeting.adopt(
             ranks,
             device=device,
             timeout=timeout,
@@ -151,7 +151,7 @@ def init(
             setup_timeout=setup_timeout,
         )
     else:
-        world = comm.World.join(
+        world = Meeting.join(
             open_next_store(place, timeout),
             place.rank,
             place.size,
@@ -172,14 +172,14 @@ def init(
     return _closed_at_exit(world)
 
 
-def _closed_at_exit(world: comm.World) -> comm.World:
+def _closed_at_exit(world: Meeting) -> Meeting:
     world.is_of_loop = True
     atexit.register(world.close, failed=True)
     report_uncaught(world)
     return world
 
 
-def _take_threads(world: comm.World, threads: int) -> None:
+def _take_threads(world: Meeting, threads: int) -> None:
     try:
         what = "all ranks to compare their threads"
         of = world.gather(torch.tensor(threads), what).tolist()

@@ -17,8 +17,8 @@ from dynmo import LayerCost, Pipeline
 from dynmo.config import Config
 from dynmo.cost.profile_file import Profile
 from dynmo.models.model import Model
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import own_cases, start
 
@@ -35,7 +35,7 @@ def run(
 
 
 def measure(
-    config: Config, world: World, model: Model, steps: int, listen: Listener | None = None
+    config: Config, world: Meeting, model: Model, steps: int, listen: Listener | None = None
 ) -> Profile:
     """Measures the layers in a world that has met.
 

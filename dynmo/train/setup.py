@@ -25,6 +25,7 @@ from dynmo.options import find_own, value_text
 from dynmo.pipeline.case_registry import from_class
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
@@ -46,7 +47,7 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
 
 
 @contextmanager
-def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Model]]:
+def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[Meeting, Model]]:
     """Sets a rank up: threads, device, model, and the world of all ranks.
 
     The world ends with the context.
@@ -63,9 +64,9 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Mode
 _OWN = {"data.source", "parallel.threads", "parallel.timeout", "parallel.setup_timeout"}
 
 
-def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
+def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> Meeting:
     parallel = config.parallel
-    world = World.join(
+    world = Meeting.join(
         open_store(rendezvous, parallel.timeout),
         rendezvous.rank,
         rendezvous.size,

@@ -21,8 +21,8 @@ from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures, share_texts
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.setup_lines import said_while
-from dynmo.runtime.comm.world import World
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.samples import loader_of
@@ -87,7 +87,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        world: World,
+        world: Meeting,
         model: Model,
         folder: Path | None,
         resume: bool = False,

@@ -23,7 +23,7 @@ from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.cli.runs import Run, assert_refused
 from tests.full_disk import full_at
 from tests.huggingface.jobs import plain_of
@@ -37,13 +37,13 @@ def export(dynmo: Run) -> Run:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world() -> Iterator[Meeting]:
     with dynmo.init(device="cpu") as world:
-        assert isinstance(world, World)
+        assert isinstance(world, Meeting)
         yield world
 
 
-def trained(world: World, source: Path, cut: Cut = "auto", **options: Any) -> dynmo.Pipeline:
+def trained(world: Meeting, source: Path, cut: Cut = "auto", **options: Any) -> dynmo.Pipeline:
     """A pipeline of the model of a folder, after a step."""
     pipeline = dynmo.Pipeline(
         from_pretrained(source, cut=cut), world, microbatches=4, schedule="1f1b", **options
@@ -76,7 +76,7 @@ def files(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_files_are_those_of_save_pretrained(
-    world: World, tmp_path: Path, export: Run, kind: str, cut: Cut, precision: str
+    world: Meeting, tmp_path: Path, export: Run, kind: str, cut: Cut, precision: str
 ) -> None:
     source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
     save_model(source, kind)
@@ -93,7 +93,7 @@ def test_files_are_those_of_save_pretrained(
 
 
 def test_a_checkpoint_of_a_loop_needs_the_folder_of_the_model(
-    world: World, tmp_path: Path, export: Run
+    world: Meeting, tmp_path: Path, export: Run
 ) -> None:
     source, other, out = tmp_path / "source", tmp_path / "other", tmp_path / "out"
     save_model(source)
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_a_loop_needs_the_folder_of_the_model(
 
 
 def test_large_models_have_several_files(
-    world: World, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
+    world: Meeting, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_model(source, "mixtral")
@@ -133,7 +133,9 @@ def test_large_models_have_several_files(
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_pruned_weights_are_dense(world: World, tmp_path: Path, export: Run, sparse: bool) -> None:
+def test_pruned_weights_are_dense(
+    world: Meeting, tmp_path: Path, export: Run, sparse: bool
+) -> None:
     source = tmp_path / "source"
     save_model(source)
     pipeline = trained(world, source)
@@ -168,7 +170,7 @@ class Packs(dynmo.Dynamism):
 
 
 def test_forms_of_the_run_s_own_cases_are_imported(
-    world: World, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
+    world: Meeting, tmp_path: Path, export: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
     save_model(source)
@@ -194,7 +196,7 @@ def test_forms_of_the_run_s_own_cases_are_imported(
     assert files(tmp_path / "made") == files(tmp_path / "wanted")
 
 
-def test_what_is_no_checkpoint_is_refused(world: World, tmp_path: Path, export: Run) -> None:
+def test_what_is_no_checkpoint_is_refused(world: Meeting, tmp_path: Path, export: Run) -> None:
     source, run, out = tmp_path / "source", tmp_path / "runs" / "tuned", tmp_path / "out"
     save_model(source)
     assert_refused(export(tmp_path / "none", out), "none is no folder; give a run")

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dynmo.config import load
+from dynmo.runtime.comm.signed_store import SignedStore
 from tests.cli.runs import Run, assert_refused, free_port
 
 TIMEOUT = 1.0
@@ -144,7 +145,7 @@ def joined_at(tmp_path: Path, place: Path, store: bytes) -> Path:
 def test_join_of_a_killed_run_ends_in_time(tmp_path: Path, place: Path, run: Run) -> None:
     """The store of the run is still there, and nobody answers."""
     file = joined_at(tmp_path, place, b"")
-    store = dist.PrefixStore("gen/0", dist.FileStore(str(file), 2))
+    store = SignedStore(dist.FileStore(str(file), 2)).within("gen/0")
     store.set("here/0", "1")
     done = run(tmp_path, "run.toml", "--join")
     assert_refused(done, f"waited {TIMEOUT:g} s for rank 0", status=1)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,12 +14,13 @@ from dynmo.elastic import join_requests
 from dynmo.elastic.join_requests import JoinRequests, Newcomer, newcomer_from
 from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.runtime.comm import store as store_module
+from dynmo.runtime.comm.signed_store import SignedStore
 from tests.processes import wait_until
 
 
 @pytest.fixture
-def home() -> dist.Store:
-    store = dist.HashStore()
+def home() -> SignedStore:
+    store = SignedStore(dist.HashStore())
     store.set_timeout(timedelta(seconds=20))
     return store
 
@@ -28,7 +28,7 @@ def home() -> dist.Store:
 class Waiting:
     """A newcomer in a thread."""
 
-    def __init__(self, home: dist.Store, text: str) -> None:
+    def __init__(self, home: SignedStore, text: str) -> None:
         self.heard: list[str | None] = []
         self.told_to_go = False
         self._newcomer = Newcomer(home, text, 5)
@@ -74,7 +74,7 @@ def present(requests: JoinRequests, count: int) -> list[int]:
     return requests.present()
 
 
-def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
+def test_newcomers_are_called_in_order_of_arrival(home: SignedStore) -> None:
     requests = JoinRequests(home, 5)
     assert requests.present() == []
     first = Waiting(home, "a")
@@ -89,14 +89,14 @@ def test_newcomers_are_called_in_order_of_arrival(home: dist.Store) -> None:
     assert second.end() is None, "the run is over"
 
 
-def test_dismissed_newcomer_returns_none(home: dist.Store) -> None:
+def test_dismissed_newcomer_returns_none(home: SignedStore) -> None:
     waiting = Waiting(home, "a")
     present(JoinRequests(home, 5), 1)
     waiting.told_to_go = True
     assert waiting.end() is None
 
 
-def test_vanished_newcomer_is_removed(home: dist.Store, clock: Clock) -> None:
+def test_vanished_newcomer_is_removed(home: SignedStore, clock: Clock) -> None:
     requests, newcomer = JoinRequests(home, 5), Newcomer(home, "a", 5)
     clock.looks = requests._look
     assert newcomer.wait(lambda: clock.now > 20) is None
@@ -108,13 +108,13 @@ def test_vanished_newcomer_is_removed(home: dist.Store, clock: Clock) -> None:
     assert requests.take_gone() == []
 
 
-def test_silent_rank_0_times_out(home: dist.Store, clock: Clock) -> None:
+def test_silent_rank_0_times_out(home: SignedStore, clock: Clock) -> None:
     with pytest.raises(WaitTimeout, match=r"b:7 waited 0\.3 s for rank 0"):
         Newcomer(home, "a", 0.3, "b:7").wait()
     assert clock.now == pytest.approx(0.3, abs=0.06)
 
 
-def test_newcomer_waits_while_rank_0_is_busy(home: dist.Store, clock: Clock) -> None:
+def test_newcomer_waits_while_rank_0_is_busy(home: SignedStore, clock: Clock) -> None:
     """Rank 0 gives signs of life in a step that takes longer than the limit."""
     clock.looks = JoinRequests(home, 2)._look
     assert Newcomer(home, "a", 2).wait(lambda: clock.now > 20) is None
@@ -125,7 +125,7 @@ def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.Mo
     for module in (join_requests, store_module):
         monkeypatch.setattr(module, "_SLACK", 0.05)
     file = tmp_path / "store"
-    store = dist.FileStore(str(file), 1)
+    store = SignedStore(dist.FileStore(str(file), 1))
     requests, newcomer = JoinRequests(store, 0.1), Newcomer(store, "a", 0.1)
     with file.open("ab", buffering=0) as other:
         other.write(b"\x08\0\0\0half")
@@ -140,11 +140,11 @@ def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.Mo
         other.write(b"rest\0\0\0\0")
 
 
-def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: dist.Store) -> None:
-    store: Any = dist.PrefixStore("join", home)  # it takes bytes, which its types deny
+def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: SignedStore) -> None:
+    store = home.within("join")
+    store.claim("ticket/1")
     store.set("beat/1", "0")
     store.set("here/1", b"\xff\x1b[31m")
-    store.add("tickets", 1)
     requests, waiting = JoinRequests(home, 5), Waiting(home, "a")
     first, second = present(requests, 2)
     requests.refuse(first, "it is none")
@@ -156,7 +156,7 @@ def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: dist.Store) ->
 def test_closed_store_is_an_error() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    newcomer = Newcomer(client, "a", 5)
+    newcomer = Newcomer(SignedStore(client), "a", 5)
     del server
     with pytest.raises(RankDied, match="rank 0"):
         newcomer.wait()

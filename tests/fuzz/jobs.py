@@ -17,7 +17,7 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -25,12 +25,12 @@ from tests.equality import decay_groups
 
 
 def train(
-    world: World, config: dict[str, Any], folder: str | None = None, resume: bool = False
+    world: Meeting, config: dict[str, Any], folder: str | None = None, resume: bool = False
 ) -> dict[str, Any]:
     """Train as one rank and say how it ended.
 
     Args:
-        world: World of all ranks.
+        world: Meeting of all ranks.
         config: The run.
         folder: Where the run saves, if it does.
         resume: Whether to go on from the newest checkpoint there.
@@ -59,7 +59,7 @@ def _ended(events: list[Event], **how: Any) -> dict[str, Any]:
     return {"events": [to_json(event) for event in events], **how}
 
 
-def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
+def train_plainly(world: Meeting, config: dict[str, Any]) -> list[float]:
     """The losses of the same training in a plain PyTorch loop.
 
     The loop runs over the model's layers.

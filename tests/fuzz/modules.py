@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.errors import DynmoError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.fuzz.grammar import NEW, Tables, draw, source_of
 from tests.fuzz.outcome import EQUAL, FAILED, REFUSED
 from tests.fuzz.trained import Pipelined, Plain, run_plan
@@ -93,7 +93,7 @@ def ended(case: Tables, make: Callable[[dict[str, Any]], Plain | Pipelined]) -> 
     return result | {"warnings": [str(each.message) for each in told]}
 
 
-def train(world: World, case: Tables, folder: str, config: Tables) -> dict[str, Any]:
+def train(world: Meeting, case: Tables, folder: str, config: Tables) -> dict[str, Any]:
     """The job of two ranks. The first trains alone before."""
     del config  # the pool reads it
     told: dict[str, Any] = {}

@@ -13,7 +13,8 @@ from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.sparse_attention.hashed import Hashed
 from dynmo.errors import WaitTimeout
 from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
@@ -38,9 +39,9 @@ def test_cuda_runs_agree_with_the_cpu_and_each_other(device: torch.device) -> No
 @pytest.mark.gpu
 def test_nccl_works_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
     """Collectives, a group without its timeout, a regular end, and an end after a failure."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store = SignedStore(dist.FileStore(str(tmp_path / "store"), 1))
     for generation, failed in enumerate((False, True, False)):
-        world = World.join(store, 0, 1, device=cuda, generation=generation)
+        world = Meeting.join(store, 0, 1, device=cuda, generation=generation)
         x = torch.arange(8.0, device=cuda)
         group = dist.new_group([0], backend="nccl")
         assert isinstance(group, dist.ProcessGroup)
@@ -117,7 +118,7 @@ def test_reduction_does_not_block_the_host() -> None:
     first.grad = torch.randn(64, 32, device="cuda").t()
     parameters[1].grad = torch.randn(32, device="cuda")
     expected = first.grad.clone()
-    peers = World(0, 1, torch.device("cuda", 0), 5.0, 0, dist.HashStore())
+    peers = Meeting(0, 1, torch.device("cuda", 0), 5.0, 0, SignedStore(dist.HashStore()))
     torch.cuda.set_sync_debug_mode("error")
     with torch.no_grad():
         missing = reduce_gradients(peers, 0, shares_of(module, frozenset(), 1), everywhere=True)
@@ -131,7 +132,7 @@ def test_reduction_does_not_block_the_host() -> None:
 @pytest.mark.usefixtures("cuda")
 def test_stalled_stream_times_out() -> None:
     """A stream may compute before the wait for longer than the timeout."""
-    world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())
+    world = Meeting(0, 2, torch.device("cuda", 0), 0.2, 0, SignedStore(dist.HashStore()))
     second = 2 * 10**9  # of a device's cycles, about
     torch.cuda._sleep(second)
     with world.waits.around(world.device, [1], "a message"):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.train.setup import device_for
 from tests.gpu.test_ranks import CONFIG, TRAIN
@@ -22,7 +23,7 @@ def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> dict[s
     parallel = {"device": device.type} | parallel
     sections = {"train": TRAIN, "parallel": parallel, "pipeline": {"schedule": schedule}}
     config = CONFIG | sections
-    world = World(0, 1, device_for(parse(config), 0), 120.0, 0, dist.HashStore())
+    world = Meeting(0, 1, device_for(parse(config), 0), 120.0, 0, SignedStore(dist.HashStore()))
     return train(world, config)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import DynmoError
 from dynmo.huggingface import from_pretrained, generate, save_pretrained
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.full_disk import full_at
 from tests.models.huggingface.small import make_batch
 from tests.models.huggingface.tiny import model_of
@@ -22,7 +22,7 @@ from tests.models.huggingface.tiny import model_of
 MICROBATCHES = 4
 
 
-def trained(world: World, kind: str, **options: Any) -> dynmo.Pipeline:
+def trained(world: Meeting, kind: str, **options: Any) -> dynmo.Pipeline:
     """A pipeline after a step, in which each replica has its rows of the batch."""
     replicas = options.get("replicas", 1)
     options |= {"microbatches": MICROBATCHES // replicas, "optimizer": dynmo.AdamW(lr=0.01)}
@@ -46,7 +46,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, Any]:
+def exported(world: Meeting, kind: str, folder: str, **options: Any) -> dict[str, Any]:
     pipeline = trained(world, kind, **options)
     save_pretrained(pipeline, folder)
     seen = dict[str, Any]()
@@ -66,7 +66,7 @@ def exported(world: World, kind: str, folder: str, **options: Any) -> dict[str, 
     return seen
 
 
-def save_on_a_full_disk(world: World, folder: str, files: list[tuple[int, int]]) -> list[str]:
+def save_on_a_full_disk(world: Meeting, folder: str, files: list[tuple[int, int]]) -> list[str]:
     """The error for each number of a file that one rank cannot sync, and each such rank."""
     pipeline, said = trained(world, "llama"), list[str]()
     for at, (number, full) in enumerate(files):
@@ -77,7 +77,7 @@ def save_on_a_full_disk(world: World, folder: str, files: list[tuple[int, int]])
 
 
 def continued(
-    world: World, folder: str, ids: list[list[int]], new: int, **options: Any
+    world: Meeting, folder: str, ids: list[list[int]], new: int, **options: Any
 ) -> list[list[int]]:
     pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **options)
     longer = generate(pipeline, torch.tensor(ids), max_new_tokens=new)
@@ -85,6 +85,6 @@ def continued(
     return longer.tolist()
 
 
-def text_continued(world: World, folder: str, text: str) -> str:
+def text_continued(world: Meeting, folder: str, text: str) -> str:
     pipeline = dynmo.Pipeline(from_pretrained(Path(folder)), world, microbatches=2)
     return generate(pipeline, text, max_new_tokens=4)

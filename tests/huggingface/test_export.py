@@ -21,7 +21,7 @@ from dynmo.huggingface.from_checkpoint import in_shards
 from dynmo.huggingface.saved_form import SavedForm
 from dynmo.huggingface.tensor_file import TensorFile
 from dynmo.models.huggingface.model import from_pretrained
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
 from tests.combinations import mostly_matrix
 from tests.full_disk import full_at
@@ -42,7 +42,7 @@ EVERYDAY = [("gpt2", "1 rank"), ("mixtral", "zb-v")]
 
 
 @pytest.fixture(scope="module")
-def pipeline(world: World) -> dynmo.Pipeline:
+def pipeline(world: Meeting) -> dynmo.Pipeline:
     """A Llama after a step. It stays as it is."""
     return trained(world, "llama", schedule="1f1b")
 
@@ -105,7 +105,7 @@ def test_files_stay_and_old_weights_go(pipeline: dynmo.Pipeline, tmp_path: Path)
     assert weights(tmp_path).keys() == pipeline.state_dict().keys()
 
 
-def test_other_files_are_copied(world: World, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
+def test_other_files_are_copied(world: Meeting, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "tuned"
     save_pretrained(pipeline, source)
     beside = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.jinja")
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_fails_all(pool: Pool, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_calls_are_refused(world: World, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
+def test_bad_calls_are_refused(world: Meeting, pipeline: dynmo.Pipeline, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     own = dynmo.Sequential([nn.Linear(4, 4)], loss=nn.functional.mse_loss)
     other = dynmo.Pipeline(own, world, microbatches=2)

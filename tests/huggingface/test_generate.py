@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import dynmo
 from dynmo.errors import ConfigError, InputError
 from dynmo.huggingface import generate
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.combinations import mostly_matrix
 from tests.huggingface.jobs import continued
 from tests.huggingface.saved import save_model, save_tokenizer
@@ -56,7 +56,7 @@ def test_ids_are_those_of_transformers(
     assert pool.run(f"{JOBS}continued", ranks, **arguments) == [longer] * ranks
 
 
-def test_rows_end_by_themselves(world: World, tmp_path: Path) -> None:
+def test_rows_end_by_themselves(world: Meeting, tmp_path: Path) -> None:
     """The ids of the end are those of the generation config. Shorter rows get padding."""
     plain, ids = save_model(tmp_path), prompt()
     free = wanted(plain, ids)
@@ -80,7 +80,7 @@ def test_a_text_is_continued_with_the_tokenizer_of_the_folder(pool: Pool, tmp_pa
     assert len(texts[0]) > len("1 2 3 4")
 
 
-def test_ids_of_one_row_stay_one_row(world: World) -> None:
+def test_ids_of_one_row_stay_one_row(world: Meeting) -> None:
     """The loss of routers is left out."""
     model = model_of("mixtral", output_router_logits=True)
     pipeline = dynmo.Pipeline(model, world, microbatches=2)
@@ -92,7 +92,7 @@ def test_ids_of_one_row_stay_one_row(world: World) -> None:
 @pytest.mark.parametrize("end", [PAD, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_rows_with_padding_before_them_go_on_as_alone(
-    world: World, tmp_path: Path, end: int, given: bool
+    world: Meeting, tmp_path: Path, end: int, given: bool
 ) -> None:
     """Also if the id of padding is the one of the end."""
     plain = save_model(tmp_path)
@@ -113,7 +113,7 @@ def test_rows_with_padding_before_them_go_on_as_alone(
         generate(pipeline, ids, attention_mask=torch.ones(1, 6))
 
 
-def test_what_cannot_be_continued_is_refused(world: World) -> None:
+def test_what_cannot_be_continued_is_refused(world: Meeting) -> None:
     pipeline = dynmo.Pipeline(model_of(), world, microbatches=2)
     with pytest.raises(ConfigError, match=r"no tokenizer .* made of a config\); give token ids"):
         generate(pipeline, "text")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynmo
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.pool import Pool
 
 WIDTH, STEPS = 12, 4
@@ -44,7 +44,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
 
 
-def train(world: World, **options: Any) -> dict[str, Any]:
+def train(world: Meeting, **options: Any) -> dict[str, Any]:
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     options |= {"microbatches": 2, "optimizer": sgd, "max_grad_norm": 1e9}
     pipeline = dynmo.Pipeline(model, world, **options)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 import dynmo
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world() -> Iterator[Meeting]:
     with dynmo.init(device="cpu") as world:
-        assert isinstance(world, World)
+        assert isinstance(world, Meeting)
         yield world

@@ -16,7 +16,7 @@ from dynmo.events import Event, to_json
 from dynmo.pipeline import loop
 from dynmo.pipeline.case import Change, Dynamism, Layers
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.state import migration
 from dynmo.schedule.op import Schedule
@@ -28,7 +28,7 @@ from tests.runtime.fake_time import emulated_time
 class Run:
     """A training without a folder. A step takes as long as its busiest rank, and a move no time."""
 
-    def __init__(self, world: World, config: dict[str, Any]) -> None:
+    def __init__(self, world: Meeting, config: dict[str, Any]) -> None:
         loaded = parse(config)
         self._told: list[Event] = []
         self.trainer = Trainer(loaded, world, model_of(loaded), None, listen=self._told.append)
@@ -62,7 +62,7 @@ class Run:
         self.rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
 
 
-def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
+def events(world: Meeting, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
     """A whole run. No move finds room if `fits` is false."""
     run = Run(world, config)
     if not fits:
@@ -74,7 +74,7 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     return run.events()
 
 
-def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+def switching(world: Meeting, config: dict[str, Any]) -> list[dict[str, Any]]:
     """A run whose layers 1 and 2 recompute once layers have moved."""
     run = Run(world, config)
 
@@ -85,7 +85,7 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     return run.events()
 
 
-def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+def misled(world: Meeting, config: dict[str, Any]) -> list[dict[str, Any]]:
     """A run of even layers.
 
     Every other decision takes the first rank's for slower than they are, the rest the second's.
@@ -120,7 +120,7 @@ class Hopeful(Dynamism):
         return [Forecast(step + 2, tuple(range(6)), f=0.01, b=0.01, w=0.01)] if self._rank else []
 
 
-def forecasting(world: World, config: dict[str, Any]) -> str:
+def forecasting(world: Meeting, config: dict[str, Any]) -> str:
     """A run in which rank 1's case forecasts something else than rank 0's. Returns its error."""
     run = Run(world, config)
     run.pipeline._cases.append(Hopeful(world.rank))
@@ -145,7 +145,7 @@ class Told(Dynamism):
 
 @mock.patch("dynmo.runtime.engine.profiler.APART", WINDOW)
 def slowed(
-    world: World, config: dict[str, Any], first: int, last: int, told: bool
+    world: Meeting, config: dict[str, Any], first: int, last: int, told: bool
 ) -> list[dict[str, Any]]:
     """A run whose layer 5 takes three times as long in W in the steps `first` to `last`.
 

@@ -9,7 +9,7 @@ from typing import Any
 import dynmo
 from dynmo.data.stream import HELD_OUT
 from dynmo.events import DataEvent, Event
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 COUNT = HELD_OUT + 20
 
@@ -26,7 +26,12 @@ def numbers(batch: Any) -> list[int]:
 
 
 def make(
-    world: dynmo.World, model: str, source: Any, microbatches: int, streaming: bool, **options: Any
+    world: dynmo.World,
+    model: str,
+    source: Any,
+    microbatches: int,
+    streaming: bool,
+    **options: Any,
 ) -> tuple[dynmo.Pipeline, dynmo.Loader]:
     replicas = options.get("replicas", 1)
     layers = dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32))
@@ -44,7 +49,7 @@ def make(
 
 
 def train(
-    world: World,
+    world: Meeting,
     model: str,
     steps: int,
     folder: str | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
-from dynmo.runtime.comm.world import World as RuntimeWorld
+from dynmo.runtime.comm.meeting import Meeting as RuntimeWorld
 from tests.pipeline.jobs import make
 from tests.pipeline.named_batches import VOCABULARY, Head, run
 

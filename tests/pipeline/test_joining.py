@@ -10,7 +10,7 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import ConfigError, RunError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.cli.runs import free_port
 from tests.jobs import script
 from tests.pool import Pool
@@ -20,7 +20,7 @@ from tests.runtime import alone
 LOOP = str(Path(__file__).with_name("joining.py"))
 
 
-def loop(world: World, file: str, port: str) -> str:
+def loop(world: Meeting, file: str, port: str) -> str:
     """The loop on ranks 0 and 1. The third process finds them through the file and joins."""
     if world.rank < 2:
         return script(world, LOOP, port, [file], size=2)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from dynmo.errors import ConfigError
 from dynmo.pipeline.start import init
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.store import open_rendezvous, read_rendezvous
-from dynmo.runtime.comm.world import World
 from tests.cli.runs import free_port
 from tests.jobs import launched
 from tests.pool import Pool
@@ -61,13 +61,13 @@ def test_ranks_with_different_threads_are_refused(pool: Pool) -> None:
         assert (threads, left) == (2, 0)
 
 
-def worlds(world: World, port: str, folder: str) -> list[Any]:
+def worlds(world: Meeting, port: str, folder: str) -> list[Any]:
     """Several worlds of the same processes, one of which fails. Newcomers find each of them."""
     told, file = list[Any](), Path(folder, "rendezvous")
     with launched(world, world.size, port):
         for number in range(3):
             with contextlib.suppress(KeyError), init(device="cpu", rendezvous=file) as own:
-                assert isinstance(own, World)
+                assert isinstance(own, Meeting)
                 told.append(int(own.sum(torch.tensor(own.rank + number), "a number")))
                 if own.rank == 0:
                     found = open_rendezvous(read_rendezvous(file), 5.0)

@@ -18,7 +18,7 @@ from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.whole_model import WholeModel
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.layer_options import LayerOptions
 from tests.pipeline.whole_model import SMALL, layers, same, trained
 from tests.pool import Pool
@@ -27,7 +27,7 @@ from tests.runtime.alone import MICROBATCHES, gpt, pipeline, tokens
 JOBS = "tests.pipeline.whole_model:"
 
 
-def test_state_of_one_rank_is_that_of_the_given_modules(world: World) -> None:
+def test_state_of_one_rank_is_that_of_the_given_modules(world: Meeting) -> None:
     modules = layers()
     pipeline = trained(world, modules)
     state, own = pipeline.state_dict(), nn.Sequential(*modules).state_dict()
@@ -117,7 +117,7 @@ def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
     assert before[0] == before[1] != after == engine.evaluate(*tokens(0), MICROBATCHES)
 
 
-def test_state_of_a_module_is_loaded_without_a_copy_of_its_memory(world: World) -> None:
+def test_state_of_a_module_is_loaded_without_a_copy_of_its_memory(world: Meeting) -> None:
     """The user's modules and tied memory see the new values, and the given state stays as it is."""
     modules = layers()
     pipeline = trained(world, modules, 1)

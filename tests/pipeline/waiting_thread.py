@@ -14,12 +14,12 @@ import torch
 
 import dynmo
 from dynmo.errors import RunError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 
 waits = threading.Event()
 
 
-def receive(world: World, peer: int, tag: int) -> None:
+def receive(world: Meeting, peer: int, tag: int) -> None:
     with contextlib.suppress(RunError):
         work = world.receive(torch.zeros(1), peer, tag)
         waits.set()
@@ -27,7 +27,7 @@ def receive(world: World, peer: int, tag: int) -> None:
 
 
 with dynmo.init(device="cpu", timeout=30) as world:
-    assert isinstance(world, World)
+    assert isinstance(world, Meeting)
     ends = os.environ["RANK_1_ENDS"]
     if world.rank == 0:
         threading.Thread(target=receive, args=(world, 1, 5), daemon=True).start()

@@ -16,8 +16,8 @@ from dynmo.errors import CheckpointError
 from dynmo.models.model import Model
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.plan.partition import uniform
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
@@ -53,7 +53,7 @@ def layers(
 
 
 def trained(
-    world: World, modules: list[nn.Module], steps: int = 2, **options: Any
+    world: Meeting, modules: list[nn.Module], steps: int = 2, **options: Any
 ) -> dynmo.Pipeline:
     given = {"microbatches": MICROBATCHES, "optimizer": dynmo.AdamW(lr=0.01)}
     pipeline = make(world, modules, **given | options)
@@ -62,7 +62,7 @@ def trained(
     return pipeline
 
 
-def own_batch(world: World, step: int, replicas: int) -> tuple[Tensor, Tensor]:
+def own_batch(world: Meeting, step: int, replicas: int) -> tuple[Tensor, Tensor]:
     inputs, targets = batch(step)
     replica = world.rank % replicas
     return inputs.chunk(replicas)[replica], targets.chunk(replicas)[replica]
@@ -84,7 +84,7 @@ def own_is(pipeline: dynmo.Pipeline, state: Mapping[str, Tensor]) -> bool:
     )
 
 
-def gathered(world: World, **options: Any) -> dict[str, bool]:
+def gathered(world: Meeting, **options: Any) -> dict[str, bool]:
     """Gathers a trained model on rank 0, and everywhere."""
     pipeline = trained(world, layers(**options), **options)
     state, some = pipeline.state_dict(everywhere=True), pipeline.state_dict()
@@ -103,7 +103,7 @@ def gathered(world: World, **options: Any) -> dict[str, bool]:
     }
 
 
-def loaded(world: World, replicas: int = 1, **options: Any) -> dict[str, bool]:
+def loaded(world: Meeting, replicas: int = 1, **options: Any) -> dict[str, bool]:
     """Loads a state that rank 0 alone has, and trains on."""
     pipeline = trained(world, layers(replicas=replicas, **options), replicas=replicas, **options)
     engine = pipeline._engine
@@ -135,7 +135,7 @@ def loaded(world: World, replicas: int = 1, **options: Any) -> dict[str, bool]:
     return seen
 
 
-def refused(world: World) -> list[Any]:
+def refused(world: Meeting) -> list[Any]:
     """Returns the errors of states that do not fit, each with whether the weights stayed."""
     pipeline = trained(world, layers(), 0)
     before = pipeline.digest()
@@ -156,7 +156,7 @@ def refused(world: World) -> list[Any]:
     return seen
 
 
-def outputs(world: World, schedule: str = "zb-h1", replicas: int = 1) -> dict[str, Any]:
+def outputs(world: Meeting, schedule: str = "zb-h1", replicas: int = 1) -> dict[str, Any]:
     """Evaluates with outputs, and without targets."""
     modules = layers(replicas=replicas)
     pipeline = trained(world, modules, 1, schedule=schedule, replicas=replicas, balance="none")
@@ -180,14 +180,14 @@ def outputs(world: World, schedule: str = "zb-h1", replicas: int = 1) -> dict[st
     }
 
 
-def without_batch(world: World) -> list[float]:
+def without_batch(world: Meeting) -> list[float]:
     """The middle rank calls `step` and `evaluate` without arguments."""
     pipeline = trained(world, layers(), 0)
     given = batch(0) if world.rank != 1 else ()
     return [pipeline.step(*given).loss, pipeline.evaluate(*given)]
 
 
-def odd_outputs(world: World) -> list[Any]:
+def odd_outputs(world: Meeting) -> list[Any]:
     """Outputs that are a pair of tensors, and outputs that cannot be concatenated."""
 
     class Pair(nn.Module):
@@ -222,7 +222,7 @@ def odd_outputs(world: World) -> list[Any]:
 
 
 def engine(
-    world: World, model: Model, replicas: int = 1, post: bool = False, **sharing: Any
+    world: Meeting, model: Model, replicas: int = 1, post: bool = False, **sharing: Any
 ) -> Engine:
     """An engine in bfloat16 that has trained two steps.
 
@@ -243,7 +243,7 @@ def engine(
     return built
 
 
-def special(world: World, kind: str) -> dict[str, Any]:
+def special(world: Meeting, kind: str) -> dict[str, Any]:
     """Gathers and loads with tied weights, ZeRO-1, spread experts, or a pending step."""
     mixture = {"model": {**SMALL, "kind": "moe", "experts": 4}, "dynamism": {"cases": ["experts"]}}
     config = parse(mixture if kind == "experts" else {"model": {**SMALL, "tied": kind == "tied"}})

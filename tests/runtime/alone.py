@@ -15,7 +15,8 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.loss import next_token_loss
 from dynmo.models.model import Model, from_factories
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.state.layer_options import LayerOptions
@@ -25,8 +26,8 @@ MICROBATCHES = 3
 GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
-def alone() -> World:
-    return World(0, 1, torch.device("cpu"), 5.0, 0, dist.HashStore())
+def alone() -> Meeting:
+    return Meeting(0, 1, torch.device("cpu"), 5.0, 0, SignedStore(dist.HashStore()))
 
 
 def pipeline(

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 
 CUDA = torch.device("cuda", 0)
 
@@ -66,7 +67,7 @@ class FakeWork:
 
 
 @dataclass
-class FakeCudaWorld(World):
+class FakeCudaWorld(Meeting):
     """Notes what is sent and received. Headers are gloo's, as their tags tell."""
 
     group: Any = "never asked"
@@ -84,4 +85,4 @@ class FakeCudaWorld(World):
 
 
 def fake_world(rank: int = 0, size: int = 2, timeout: float = 0.2) -> FakeCudaWorld:
-    return FakeCudaWorld(rank, size, CUDA, timeout, 0, dist.HashStore())
+    return FakeCudaWorld(rank, size, CUDA, timeout, 0, SignedStore(dist.HashStore()))

@@ -10,14 +10,14 @@ import pytest
 from dynmo.elastic.join_requests import Newcomer, newcomer_text
 from dynmo.elastic.place import own_place
 from dynmo.errors import ConfigError, RunError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state import migration
 from dynmo.train.joining import come_back
 from dynmo.train.trainer import Trainer
 from tests.jobs import model_of, parsed, train_elastic
 
 
-def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
+def with_newcomer(world: Meeting, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
     """All but the last rank train once the last one has asked to join.
 
     When that one is called, it "joins", "stays away", "has no room" or "has other code".
@@ -47,7 +47,7 @@ def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[s
     return {"left": True, "error": str(failed.value)}
 
 
-def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def _come(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
     result = come_back(Trainer(loaded, world, model_of(loaded), None))
     if result is None:
@@ -55,7 +55,7 @@ def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
     return {"left": result.left, "digest": result.weights_digest}
 
 
-def cannot_give(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def cannot_give(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """As `train_elastic`, on ranks of which the last cannot pack a layer."""
     fail = mock.Mock(side_effect=OSError("no memory to pack"))
     pack = fail if world.rank == world.size - 1 else migration.pack

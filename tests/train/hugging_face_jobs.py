@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynmo import Pipeline
 from dynmo.config import parse
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.loader import DataLoader
 from dynmo.train.setup import model_of
 from tests.pool import Pool
@@ -29,13 +29,13 @@ def run(pool: Pool, config: dict[str, Any], folder: Path, **options: Any) -> Any
     return pool.run("train_in", ranks, config=config, folder=str(folder), **options)[0]
 
 
-def import_transformers(world: World) -> None:
+def import_transformers(world: Meeting) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     del world, AutoModelForCausalLM, AutoTokenizer
 
 
-def batches(world: World, config: dict[str, Any]) -> list[Any]:
+def batches(world: Meeting, config: dict[str, Any]) -> list[Any]:
     """Inputs and targets of the first step and of an evaluation. None where there are none."""
     loaded = parse(config)
     model = model_of(loaded)

@@ -13,7 +13,7 @@ import torch
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
 from dynmo.pipeline.placing import first_partition, rank_memory_limit
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.memory import Limit
 from dynmo.train.setup import device_for, warnings_of
 
@@ -28,7 +28,7 @@ def limit_of(config: Config, device: torch.device, others: Sequence[int] = ()) -
     everyone = SimpleNamespace(size=config.ranks, gather=gather)
     known = {"staged": config.parallel.staged, "is_outside": False}
     world = SimpleNamespace(device=device, everyone=everyone, **known)
-    return rank_memory_limit(config.options, cast(World, world))
+    return rank_memory_limit(config.options, cast(Meeting, world))
 
 
 @pytest.fixture

@@ -1,62 +1,188 @@
-"""Forms torch's process groups. Ranks that do not come are named."""
+"""Forms torch's process groups. Ranks that do not come are named, and strangers are dropped."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from dynmo.errors import RankDied, WaitTimeout
+from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import restart_group_names
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.proof import PATIENCE, TRIES, Unproven, prove
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.store import await_all, claim, find_missing
 
-
-def backend_of(enqueues: bool) -> str:
-    return "cpu:gloo,cuda:nccl" if enqueues else "gloo"
+_logger = logging.getLogger(__name__)
 
 
 def form_default_group(
-    store: dist.Store, rank: int, size: int, *, backend: str, timeout: float, join_timeout: float
+    store: SignedStore, rank: int, size: int, *, enqueues: bool, timeout: float, join_timeout: float
 ) -> Any:
+    """Makes torch's default group of the ranks that meet in a store.
+
+    Args:
+        enqueues: Whether NCCL carries tensors on CUDA.
+        timeout: Limit of every wait, in seconds.
+        join_timeout: Seconds to wait for the other ranks to come.
+    """
     # torch._dynamo imports it. Its functions have the default group of that moment as a default
     # argument, and a group that somebody holds does not end: its threads would outlive Python.
     importlib.import_module("torch.distributed.nn.functional")
-    limit = timedelta(seconds=timeout)
+
+    def make(place: SignedStore) -> Any:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if enqueues else "gloo",
+            # NCCL's threads use the store while Python ends, and must not call Python then.
+            store=place.unsigned if enqueues else place,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+        return dist.group.WORLD
+
     claim(store, rank, join_timeout)
-    waited = min(join_timeout, timeout)
+    _await_all(
+        store, rank, size, min(join_timeout, timeout), "to join; started with too few ranks?"
+    )
+    return _form(store, rank, size, make, leave_default_group, timeout)
+
+
+def form_group_within(
+    store: SignedStore, ranks: Sequence[int], *, enqueues: bool, timeout: float
+) -> Any:
+    """Makes a group within a program's own process groups. Only these ranks call it."""
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    backend = "cpu:gloo,cuda:nccl" if enqueues else "gloo"
+    dropped = list[Any]()
+
+    def make(place: SignedStore) -> Any:
+        dropped.append(None)
+        dropped[-1] = new_group(ranks, timeout, backend, size)
+        return dropped[-1]
+
+    claim(store, rank, timeout)
+    what = f"to call dynmo.init as one of ranks {', '.join(map(str, ranks))} of the process group"
+    _await_all(store, rank, size, timeout, what)
+    # The name of a group counts those that there are, so none ends before there is a good one.
+    group = _form(store, rank, size, make, lambda: None, timeout)
+    for each in dropped[:-1]:
+        drop_group(each)
+    return group
+
+
+def _await_all(store: SignedStore, rank: int, size: int, seconds: float, what: str) -> None:
+    """Waits until all ranks are here."""
     try:
-        await_all(store, "here", size, waited)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        # A rank that fails at once and leaves would break the connections that others are still
-        # making.
-        await_all(store, "joined", size, timeout)
+        await_all(store, "here", size, seconds)
     except RuntimeError as error:
-        leave_default_group()
         absent = find_missing(store, [f"here/{other}" for other in range(size)])
         if absent or LATE.search(first_line(error)):
-            late = f"rank {rank} waited {waited:g} s for {ranks_text(absent)} to join"
-            raise WaitTimeout(f"{late}; started with too few ranks?", absent) from None
-        # All came, and one is gone again.
-        raise RankDied(f"rank {rank} could not form a group of {size}: {reason(error)}") from None
-    return dist.group.WORLD
+            late = f"rank {rank} waited {seconds:g} s for {ranks_text(absent)} {what}"
+            raise WaitTimeout(late, absent) from None
+        raise RankDied(f"rank {rank} lost the store of the run ({reason(error)})") from None
 
 
-def form_group_within(ranks: Sequence[int], *, backend: str, timeout: float) -> Any:
-    """Makes a group within a program's own process groups. Only these ranks call it."""
-    rank = ranks.index(dist.get_rank())
-    what = f"ranks {', '.join(map(str, ranks))} of the process group"
-    try:
-        return new_group(ranks, timeout, backend, len(ranks))
-    except RuntimeError as error:
-        if LATE.search(first_line(error)):
-            raise WaitTimeout(
-                f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init"
-            ) from None
-        raise RankDied(f"rank {rank} could not form a group of {what}: {reason(error)}") from None
+def _form(
+    store: SignedStore,
+    rank: int,
+    size: int,
+    make: Callable[[SignedStore], Any],
+    drop: Callable[[], None],
+    timeout: float,
+) -> Any:
+    """Makes a group until all its connections are proven.
+
+    Args:
+        make: Makes the group by a part of the store that names its generation.
+        drop: Ends what it has made.
+    """
+    if size == 1:
+        return make(store)
+    trouble = ""
+    for number in range(TRIES):
+        place, group, trouble = store.within(f"try/{number}"), None, ""
+        try:
+            group = make(place)
+            prove(group, rank, size, place, timeout)
+        except RuntimeError as error:
+            trouble, group = reason(error), None
+            drop()
+        try:
+            trouble = _agree_on(place, size, trouble, timeout)
+        except RuntimeError as error:
+            group = None
+            drop()
+            if isinstance(error, RunError):
+                raise
+            why = trouble or reason(error)
+            raise RankDied(f"rank {rank} could not form a group of {size}: {why}") from None
+        if not trouble:
+            return group
+        group = None
+        drop()
+        if rank == 0:
+            _logger.warning(f"{trouble}; the ranks drop their connections and meet again")
+    raise RunError(
+        f"rank {rank} could not form a group of {size} in {TRIES} tries: {trouble}; keep other "
+        "processes from the ports of this run"
+    )
+
+
+def _agree_on(place: SignedStore, size: int, trouble: str, timeout: float) -> str:
+    """Returns the trouble of one of the ranks. Empty if all connections are proven.
+
+    A rank that fails at once and leaves would break the connections that others are still making.
+    So all wait for all here.
+    """
+    if "token" in trouble:
+        place.set("trouble", trouble)
+    elif trouble:  # a consequence, perhaps
+        place.compare_set("trouble", "", trouble)
+    await_all(place, "proved", size, min(timeout, 2 * PATIENCE) if trouble else timeout)
+    with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone
+        return (place.find("trouble") or b"").decode()
+    return ""
+
+
+def try_groups(
+    store: SignedStore,
+    keys: Sequence[tuple[int, ...]],
+    rank: int,
+    timeout: float,
+    make: Callable[[Sequence[int]], Any],
+) -> tuple[dict[tuple[int, ...], Any], str]:
+    """Makes groups of some ranks, once. All ranks make all of them, in one order.
+
+    Args:
+        store: The part of the store whose prefix names this try.
+        keys: Whether the group is a second one of its ranks, and the global ranks.
+        rank: This rank's global number.
+        make: Makes the group of some global ranks.
+
+    Returns:
+        The group of each key, or None if this rank is not in it. Then what went wrong, or nothing.
+    """
+    made, trouble = dict[tuple[int, ...], Any](), ""
+    for key in keys:
+        members, made[key] = key[1:], None
+        try:
+            group = make(members)
+            if rank in members:
+                made[key] = group
+                place = store.within("-".join(map(str, key)))
+                prove(group, members.index(rank), len(members), place, timeout)
+        except RuntimeError as error:
+            if LATE.search(first_line(error)) and not isinstance(error, Unproven):
+                raise
+            trouble = reason(error)
+            drop_group(made.pop(key))
+    return made, trouble
 
 
 def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
@@ -66,6 +192,12 @@ def new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers
     return dist.new_group(
         list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
     )
+
+
+def drop_group(group: Any) -> None:
+    """Ends a group that `new_group` has made. None is a group of other ranks."""
+    if group is not None:
+        dist.destroy_process_group(group)
 
 
 def leave_default_group() -> None:

@@ -38,7 +38,7 @@ def arrange(world: World, replicas: int) -> World:
             f"{everyone.size} ranks cannot be {replicas} replicas of one pipeline; take a number "
             "of replicas that divides them"
         )
-    everyone.reshaped(replicas)
+    everyone.shape = replicas
     if replicas == 1:
         return everyone
     pipelines = [tuple(range(replica, everyone.size, replicas)) for replica in range(replicas)]

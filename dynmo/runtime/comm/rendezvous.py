@@ -19,6 +19,7 @@ class Rendezvous:
     from a file. Without any of the three there is one rank.
 
     Attributes:
+        local: Every rank is on this machine, as torchrun says.
         loopback: The address is the loopback's and every rank is on this machine. Nothing needs
             to be open to the network.
         file: The file into which the launcher writes its address and port.
@@ -30,6 +31,7 @@ class Rendezvous:
     folder: str | None = None
     address: str | None = None
     port: int | None = None
+    local: bool = False
     loopback: bool = False
     file: str | None = None
 
@@ -96,7 +98,7 @@ def _of_launcher(environ: Mapping[str, str]) -> Rendezvous:
     here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
     loopback = is_loopback(address) and (here or address != "localhost")
     port = _number(environ, "MASTER_PORT")
-    return Rendezvous(rank, size, local, address=address, port=port, loopback=loopback)
+    return Rendezvous(rank, size, local, address=address, port=port, local=here, loopback=loopback)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Rendezvous:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +21,12 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout, one_line
 from dynmo.files import write_whole
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.error_text import first_line, reason
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
+from dynmo.runtime.comm.signed_store import SignedStore
 
 # Seconds that a wait may take beyond `parallel.timeout`, its own limit.
 _SLACK = 2.0
@@ -34,10 +39,14 @@ LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
 _LENGTH = 4
 # The launcher's store by its place, and the number of worlds that this process has met in before.
-_opened: dict[Rendezvous, tuple[dist.Store, int]] = {}
+_opened: dict[Rendezvous, tuple[SignedStore, int]] = {}
+# The token of the run that meets at a place.
+_tokens: dict[Rendezvous, bytes] = {}
+# Name of the file with the token of ranks that torchrun started on one machine.
+_TOKEN_FILE = "dynmo-token-"
 
 
-def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
+def open_store(rendezvous: Rendezvous | None, timeout: float) -> SignedStore:
     """Opens the key-value store through which the ranks of `rendezvous` meet.
 
     Raises:
@@ -51,11 +60,13 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
             "`from_environment() or ALONE` (dynmo.runtime.comm.rendezvous)"
         )
     if rendezvous == ALONE:
-        return dist.HashStore()
+        return SignedStore(dist.HashStore())
     if rendezvous.folder is not None:
-        store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
+        store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
         store.set_timeout(timedelta(seconds=timeout))
-        return store
+        # Only this user can read the folder, so the store itself can tell the token.
+        token = store.compare_set("token", "", secrets.token_hex())
+        return SignedStore(store, bytes(token))
     if rendezvous.file is not None:
         return _meet(rendezvous, Path(rendezvous.file), timeout)
     where = f"{rendezvous.address}:{rendezvous.port}"
@@ -71,10 +82,55 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         me, why = f"rank {rendezvous.rank}", first_line(error)
         raise RunError(f"{me} could not meet the others at {where}: {why}") from None
     # torchrun's store outlives the ranks that it restarts. Their keys must not be read again.
-    return dist.PrefixStore(_attempt(), store)
+    attempt = dist.PrefixStore(_attempt(), store)
+    is_local = rendezvous.loopback or rendezvous.local
+    _tokens[rendezvous] = token_of(attempt, rendezvous.rank, is_local, timeout)
+    return SignedStore(store, _tokens[rendezvous]).within(_attempt())
 
 
-def open_next_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> bytes:
+    """Returns the token that the ranks of a run share, if others can reach their store.
+
+    The user gives it to all ranks as DYNMO_TOKEN. Without one, ranks on one machine take that of
+    a file that only this user can read. Ranks on several machines then have none.
+
+    Args:
+        store: A store of these ranks alone. It tells the name of the file, which is no secret.
+        rank: This rank's number. Rank 0 makes the file.
+        is_local: Whether all ranks are on one machine.
+        timeout: Seconds to wait for rank 0.
+    """
+    given = os.environ.get("DYNMO_TOKEN", "").encode()
+    if given or not is_local:
+        return given
+    if rank == 0:
+        token = secrets.token_hex().encode()
+        with tempfile.NamedTemporaryFile(prefix=_TOKEN_FILE, delete=False) as file:
+            file.write(token)
+        path = Path(file.name)
+        atexit.register(path.unlink, missing_ok=True)
+        store.set("token", path.name)
+        return token
+    try:
+        store.wait(["token"], timedelta(seconds=timeout))
+        name = store.get("token").decode(errors="replace")
+        if re.fullmatch(_TOKEN_FILE + r"\w+", name) is None:
+            raise OSError(f"{one_line(name[:40])} is no name of its file")
+        path = Path(tempfile.gettempdir(), name)
+        if path.is_symlink() or path.stat().st_uid != os.geteuid():
+            raise OSError(f"{path} belongs to another user")
+        return path.read_bytes()
+    except RuntimeError:
+        late = f"rank {rank} waited {timeout:g} s for rank 0 to join"
+        raise WaitTimeout(f"{late}; started with too few ranks?", [0]) from None
+    except OSError as error:
+        raise RunError(
+            f"rank {rank} cannot read the token of this run ({error}); set DYNMO_TOKEN to one "
+            "secret on all ranks"
+        ) from None
+
+
+def open_next_store(rendezvous: Rendezvous, timeout: float) -> SignedStore:
     """Opens a store like `open_store`, for a further world of the same processes.
 
     The store of torchrun's ranks stays open, since rank 0 may serve it.
@@ -87,7 +143,7 @@ def open_next_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     store, number = _opened[rendezvous]
     _opened[rendezvous] = store, number + 1
     store.set_timeout(timedelta(seconds=timeout))
-    return dist.PrefixStore(_world(number + 1), store)
+    return store.within(_world(number + 1))
 
 
 def _world(number: int) -> str:
@@ -113,6 +169,8 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
         where = read_rendezvous(Path(rendezvous.file))
     elif rendezvous.address is not None:
         where = {"address": rendezvous.address, "port": rendezvous.port}
+        if token := _tokens.get(rendezvous):
+            where["token"] = token.decode()
         prefixes = [_attempt(), *prefixes]
     else:
         raise RunError(
@@ -173,23 +231,23 @@ def _is_rendezvous_record(record: object) -> bool:
         return Path(values["folder"]).is_absolute()
     port = values.get("port")
     return (
-        values.keys() - {"prefix"} == {"address", "port"}
+        values.keys() - {"prefix", "token"} == {"address", "port"}
         and type(port) is int
         and 0 < port < 1 << 16
     )
 
 
-def open_rendezvous(record: Mapping[str, Any], timeout: float) -> dist.Store:
+def open_rendezvous(record: Mapping[str, Any], timeout: float) -> SignedStore:
     """Opens the store of a run that goes on, by its `rendezvous_record`.
 
     Raises:
         RunError: The run has ended, or cannot be reached.
     """
     store = _open_record(record, timeout)
-    return dist.PrefixStore(record["prefix"], store) if "prefix" in record else store
+    return store.within(record["prefix"]) if "prefix" in record else store
 
 
-def _open_record(record: Mapping[str, Any], timeout: float) -> dist.Store:
+def _open_record(record: Mapping[str, Any], timeout: float) -> SignedStore:
     if "folder" in record:
         _stay_on_loopback("localhost")  # as the ranks do
         return _open_file(Path(record["folder"]), timeout)
@@ -207,10 +265,10 @@ def _open_record(record: Mapping[str, Any], timeout: float) -> dist.Store:
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(f"the run at {where} cannot be reached: {first_line(error)}") from None
     _stay_on_loopback(record["address"])
-    return store
+    return SignedStore(store, record.get("token", "").encode())
 
 
-def _open_file(folder: Path, timeout: float) -> dist.Store:
+def _open_file(folder: Path, timeout: float) -> SignedStore:
     path = folder / "store"
     try:
         # The lock of a process that was stopped may keep it closed.
@@ -226,11 +284,12 @@ def _open_file(folder: Path, timeout: float) -> dist.Store:
     return store
 
 
-def _file_store(path: Path) -> dist.Store:
+def _file_store(path: Path) -> SignedStore:
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         _check_file(file)
-    return dist.FileStore(str(path), -1)
+    store = dist.FileStore(str(path), -1)
+    return SignedStore(store, store.get("token") if store.check(["token"]) else b"")
 
 
 def _check_file(file: IO[bytes]) -> None:
@@ -254,7 +313,7 @@ def _tcp_store(
         port,
         is_master=serves,
         timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,  # `World.join` waits, and names those that are absent
+        wait_for_workers=False,  # `Meeting.join` waits, and names those that are absent
         multi_tenant=True,
         master_listen_fd=listener,
     )
@@ -266,7 +325,7 @@ def _stay_on_loopback(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
+def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> SignedStore:
     """Opens the launcher's store. Waits for the file with its address."""
     end = time.monotonic() + timeout
     # A listing shows a new file of another machine at once. A network file system may keep the
@@ -284,12 +343,12 @@ def _meet(rendezvous: Rendezvous, file: Path, timeout: float) -> dist.Store:
         raise RankDied(f"rank {rendezvous.rank} lost the launcher as it joined ({error})") from None
 
 
-def home_of(store: dist.Store) -> dist.Store:
+def home_of(store: SignedStore) -> SignedStore:
     """Returns the part of a store in which the first generation of ranks meets."""
-    return dist.PrefixStore("gen/0", store)
+    return store.within("gen/0")
 
 
-def serve(file: Path, timeout: float) -> dist.Store:
+def serve(file: Path, timeout: float) -> SignedStore:
     """Opens a store in the launcher, and writes its address to a file.
 
     Raises:
@@ -309,9 +368,9 @@ def serve(file: Path, timeout: float) -> dist.Store:
         what = f"the launcher could not open a store at {address}"
         raise RunError(f"{what}: {why}; {advice}") from None
     _stay_on_loopback(address)
-    record = {"address": address, "port": store.port}
+    record = {"address": address, "port": store.port, "token": secrets.token_hex()}
     write_whole(file, json.dumps(record), mode=0o600)
-    return store
+    return SignedStore(store, record["token"].encode())
 
 
 def _join_launcher(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
@@ -366,22 +425,22 @@ def _native_stderr_dropped() -> Iterator[None]:
         os.close(null)
 
 
-def claim(store: dist.Store, rank: int, timeout: float) -> None:
+def claim(store: SignedStore, rank: int, timeout: float) -> None:
     """Says in the store that this rank is here."""
     try:
-        claims = call_with_limit(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
+        is_first = call_with_limit(timeout + _SLACK, lambda: store.claim(f"here/{rank}"))
     except TimeoutError:
         late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
         raise WaitTimeout(late, [0]) from None
     except RuntimeError as error:
         why = reason(error)
         raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
-    if claims > 1:
+    if not is_first:
         advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
         raise RunError(f"another process is rank {rank} of this run, too; {advice}")
 
 
-def await_all(store: dist.Store, what: str, size: int, timeout: float) -> None:
+def await_all(store: SignedStore, what: str, size: int, timeout: float) -> None:
     """Waits until all ranks have called it. A rank makes at most three short requests."""
     if store.add(f"{what}/count", 1) == size:
         store.set(f"{what}/all", "1")
@@ -410,9 +469,9 @@ def find_missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
     return _answer(lambda: ask(0, len(keys)))
 
 
-def find_present(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Returns the positions of keys that are in the store. Empty without an answer."""
-    return _answer(lambda: [at for at, key in enumerate(keys) if store.check([key])])
+def find_present(store: SignedStore, keys: Sequence[str]) -> list[int]:
+    """Returns the positions of keys that the run has written. Empty without an answer."""
+    return _answer(lambda: [at for at, key in enumerate(keys) if store.holds(key)])
 
 
 def _answer(ask: Callable[[], list[int]]) -> list[int]:

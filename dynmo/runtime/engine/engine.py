@@ -1,6 +1,6 @@
 """The engine runs the steps of one model over a world of ranks.
 
-world = World.join(store, rank, size)
+world = Meeting.join(store, rank, size)
 engine = Engine(world, model, Partition((9, 9)), StepOptions("zb-h1", microbatches=8))
 for step in range(steps):
     result = engine.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
@@ -27,6 +27,7 @@ from dynmo.models.model import Model
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.error_text import clear_frames
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
@@ -167,7 +168,7 @@ class Engine:
                 self.pending.ring.drop()
                 clear_frames(error)
                 gc.collect()
-                if not everyone.give_up(error, is_final or self.pending.is_halfway):
+                if not meeting_of(everyone).give_up(error, is_final or self.pending.is_halfway):
                     raise
                 self._renew()
             if is_final:

@@ -11,7 +11,7 @@ from peft import LoraConfig
 import dynmo
 from dynmo.huggingface import save_pretrained
 from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.small import make_batch, steps_of
 from tests.models.huggingface.tiny import config
 
@@ -33,13 +33,13 @@ def model_of(folder: str | None = None, dropout: float = 0.0, **options: Any) ->
     return from_pretrained(source, lora=lora(lora_dropout=dropout), **options)
 
 
-def pipeline_of(model: HuggingFaceModel, world: World, **options: Any) -> dynmo.Pipeline:
+def pipeline_of(model: HuggingFaceModel, world: Meeting, **options: Any) -> dynmo.Pipeline:
     options |= {"optimizer": adamw, "max_grad_norm": 1e9}
     return dynmo.Pipeline(model, world, microbatches=4, **options)
 
 
 def train(
-    world: World,
+    world: Meeting,
     model: dict[str, Any] | None = None,
     move: tuple[int, ...] | None = None,
     **options: Any,
@@ -49,7 +49,7 @@ def train(
 
 
 def export(
-    world: World,
+    world: Meeting,
     base: str,
     folder: str,
     meshes: list[list[int]] | None = None,

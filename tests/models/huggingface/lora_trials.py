@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.runtime.comm.world import World as RankWorld
+from dynmo.runtime.comm.meeting import Meeting as RankWorld
 from tests.models.huggingface.saved_models import folder_of
 from tests.models.huggingface.small import make_batch, steps_of
 from tests.models.huggingface.tiny import VOCABULARY

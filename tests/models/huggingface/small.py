@@ -10,7 +10,7 @@ from torch import Tensor
 import dynmo
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.shells import Shell
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.tiny import VOCABULARY, model_of
 
 ROWS, TOKENS = 12, 9
@@ -49,7 +49,7 @@ def steps_of(
 
 
 def train(
-    world: World,
+    world: Meeting,
     kind: str = "llama",
     padded: bool = True,
     config: dict[str, Any] | None = None,

@@ -15,8 +15,8 @@ from dynmo.errors import RankDied, RunError
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.headers import DTYPES, LEAD, Announcement, decode, encode, obstacle, rest_of
 from dynmo.runtime.comm.inbox import Inbox
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Direction, Program
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
@@ -27,7 +27,7 @@ from tests.runtime.jobs import error_of
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 
 
-def transport(world: World, messages: int, depth: int, varying: bool = False) -> Transport:
+def transport(world: Meeting, messages: int, depth: int, varying: bool = False) -> Transport:
     """One channel, from rank 0 to rank 1."""
     changing = frozenset({DOWN}) if varying else frozenset()
     programs = tuple(
@@ -45,7 +45,7 @@ def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
 
 
 def channel(
-    world: World,
+    world: Meeting,
     steps: list[list[list[Any]]],
     varying: bool,
     depth: int,
@@ -76,7 +76,7 @@ def channel(
     return seen
 
 
-def shapes_change(world: World) -> list[str]:
+def shapes_change(world: Meeting) -> list[str]:
     ends = transport(world, 3 if world.rank == 0 else 2, 4)
     ends.open()
     for j in range(2):
@@ -90,7 +90,7 @@ def shapes_change(world: World) -> list[str]:
     return said
 
 
-def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[list[int]]:
+def backpressure(world: Meeting, depth: int, messages: int, ragged: bool) -> list[list[int]]:
     """Messages that rank 0 could put before rank 1 began to take the one `depth` before."""
     ends, early = transport(world, messages, depth), list[list[int]]()
     for step in range(2):
@@ -113,7 +113,7 @@ def backpressure(world: World, depth: int, messages: int, ragged: bool) -> list[
     return early
 
 
-def letting_go(world: World, messages: int) -> list[bool]:
+def letting_go(world: Meeting, messages: int) -> list[bool]:
     """Tells which messages rank 0 still keeps after rank 1 took half of them."""
     ends = transport(world, messages, messages)
     ends.open()
@@ -138,7 +138,7 @@ def letting_go(world: World, messages: int) -> list[bool]:
     return kept
 
 
-def peer_gone(world: World, depth: int) -> list[str]:
+def peer_gone(world: Meeting, depth: int) -> list[str]:
     """Rank 1 takes one message of several and goes."""
     ends = transport(world, 30, depth)
     ends.open()

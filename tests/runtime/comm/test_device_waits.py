@@ -18,10 +18,11 @@ from dynmo.runtime.comm import inbox as receiving
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.headers import Announcement
 from dynmo.runtime.comm.inbox import Inbox, posted_ahead
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine import profiler
 from dynmo.schedule.lowering import Channel, Direction, Program
 from dynmo.schedule.memory import POSTED_AHEAD
@@ -231,6 +232,8 @@ def test_repeated_mesh_shape_reuses_its_channels(
     """Four ranks are one pipeline, then two replicas, then one pipeline again."""
     world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
     monkeypatch.setattr("dynmo.runtime.comm.world.World", lambda *given: FakeCudaWorld(*given))
+    monkeypatch.setattr("dynmo.runtime.comm.process_groups.prove", lambda *given: None)
+    monkeypatch.setattr(FakeCudaWorld, "largest", lambda self, table, what: table)
     assert opened(world, keys) == ["send 1"]
     view: Any = arrange(world, 2)
     before = len(groups.created)
@@ -271,7 +274,11 @@ def test_a_failed_run_does_not_wait_for_messages(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     torch_dist = dist.distributed_c10d
     monkeypatch.setattr(torch_dist, "_abort_process_group", lambda: done.append("aborted"))
-    world = fake_world() if cuda else World(0, 2, torch.device("cpu"), 1.0, 0, dist.HashStore())
+    world = (
+        fake_world()
+        if cuda
+        else Meeting(0, 2, torch.device("cpu"), 1.0, 0, SignedStore(dist.HashStore()))
+    )
     with pytest.raises(RunError) if failed else nullcontext(), world:
         if failed:
             raise RunError("the cause")

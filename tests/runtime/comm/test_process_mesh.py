@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.gradient_reduction import (
     Reducer,
@@ -36,7 +36,7 @@ from tests.runtime.jobs import error_of, lose_patience
 from tests.runtime.optimizers import optimizer_of, settings, step
 
 
-def shape(world: World, replicas: list[int]) -> list[list[Any]]:
+def shape(world: Meeting, replicas: list[int]) -> list[list[Any]]:
     """Who this rank is in each mesh, the sums over its pipeline, peers and all, and what it got."""
     out: list[list[Any]] = []
     mark = torch.tensor([2.0**world.rank])
@@ -55,12 +55,12 @@ def shape(world: World, replicas: list[int]) -> list[list[Any]]:
     return out
 
 
-def disagree(world: World) -> list[str]:
+def disagree(world: Meeting) -> list[str]:
     here = arrange(world, 2)
     return error_of(lambda: agree(here, b"a" * 8 if here.replica else b"b" * 8, "the plan"))
 
 
-def reduction_fails(world: World) -> list[Any]:
+def reduction_fails(world: Meeting) -> list[Any]:
     """Rank 0's peer never gives its gradients: the wait has an end and a name."""
     here = arrange(world, 2)
     lose_patience(here.peers)
@@ -110,7 +110,7 @@ def _give(module: nn.Module, replica: int) -> None:
         module.get_parameter(name).grad = gradient
 
 
-def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
+def reduce(world: Meeting, everywhere: bool, bucket: int) -> dict[str, Any]:
     """Compares sums, norm and gathered parameters with the tree of all replicas' gradients."""
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
@@ -166,7 +166,7 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
     }
 
 
-def states(world: World, name: str) -> list[str]:
+def states(world: Meeting, name: str) -> list[str]:
     """A state that is cut into shares and made whole again is the same."""
     here = arrange(world, world.size)
     alone, cut = _module(), _module()

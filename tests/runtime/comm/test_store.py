@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dynmo.errors import RunError, WaitTimeout
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
 from dynmo.runtime.comm.store import (
     await_all,
@@ -27,7 +28,6 @@ from dynmo.runtime.comm.store import (
     rendezvous_record,
     serve,
 )
-from dynmo.runtime.comm.world import World
 from tests.cli.runs import free_port
 
 TIMEOUT = 5.0
@@ -114,7 +114,7 @@ def test_process_without_a_launcher_can_run_alone() -> None:
     with pytest.raises(RunError, match="torchrun"):
         open_store(None, 5)
     store = open_store(ALONE, 5)
-    world = World.join(store, ALONE.rank, ALONE.size, timeout=5)
+    world = Meeting.join(store, ALONE.rank, ALONE.size, timeout=5)
     try:
         assert world.sum(torch.ones(2), "nothing").tolist() == [1, 1]
     finally:

@@ -12,7 +12,7 @@ import torch
 
 from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm.agreement import agree, first_difference
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from tests.pool import Pool
 from tests.runtime.alone import alone
 from tests.runtime.jobs import error_of, lose_patience
@@ -20,11 +20,11 @@ from tests.runtime.jobs import error_of, lose_patience
 JOBS = "tests.runtime.comm.test_world:"
 
 
-def one_never_comes(world: World) -> list[str]:
+def one_never_comes(world: Meeting) -> list[str]:
     world.barrier("all to be here")
     world.close()
     return error_of(
-        lambda: World.join(world.store, world.rank, world.size + 1, timeout=1, generation=1)
+        lambda: Meeting.join(world.store, world.rank, world.size + 1, timeout=1, generation=1)
     )
 
 
@@ -34,10 +34,10 @@ def test_missing_rank_is_named_after_the_timeout(pool: Pool) -> None:
         assert text.startswith(f"rank {rank} waited 1 s for rank 2 ")
 
 
-def one_is_late(world: World, what: str) -> list[str]:
+def one_is_late(world: Meeting, what: str) -> list[str]:
     """Rank 1 stays away from what rank 0 waits for."""
 
-    def wait(world: World) -> None:
+    def wait(world: Meeting) -> None:
         if world.rank == 1 and what == "gone":
             world.close()
         elif world.rank == 1:
@@ -52,7 +52,7 @@ def one_is_late(world: World, what: str) -> list[str]:
     world.barrier("all to be here")
     if what == "message":  # its limit is that with which the world was made
         world.close()
-        world = World.join(world.store, world.rank, 2, timeout=1.5, generation=1)
+        world = Meeting.join(world.store, world.rank, 2, timeout=1.5, generation=1)
     caught = error_of(lambda: wait(world))
     if world.rank == 0:
         world.store.set("named", "1")
@@ -75,11 +75,11 @@ def test_late_rank_is_named_after_the_timeout(pool: Pool, what: str, text: str) 
     assert away == []
 
 
-def sets_up(world: World, what: str) -> list[Any]:
+def sets_up(world: Meeting, what: str) -> list[Any]:
     """Rank 1 is late in the set-up, and once more after it."""
     world.barrier("all to be here")
     world.close()
-    world = World.join(world.store, world.rank, 2, timeout=0.7, generation=1, setup_timeout=20)
+    world = Meeting.join(world.store, world.rank, 2, timeout=0.7, generation=1, setup_timeout=20)
     view, told = world.view([(0, 1)], "a view"), list[Any]()
 
     def wait() -> None:
@@ -119,14 +119,14 @@ def test_dead_rank_is_named_at_once(pool: Pool) -> None:
     )
 
 
-def after_a_failed_rendezvous(world: World) -> list[float]:
+def after_a_failed_rendezvous(world: Meeting) -> list[float]:
     """Rank 0 waits in vain for a group of two. Then all meet."""
     world.barrier("all to be here")
     world.close()
     if world.rank == 0:
         with contextlib.suppress(WaitTimeout):
-            World.join(world.store, 0, 2, timeout=0.5, generation=1)
-    rejoined = World.join(world.store, world.rank, world.size, timeout=10, generation=2)
+            Meeting.join(world.store, 0, 2, timeout=0.5, generation=1)
+    rejoined = Meeting.join(world.store, world.rank, world.size, timeout=10, generation=2)
     try:
         return rejoined.sum(torch.ones(1), "the sum").tolist()
     finally:
@@ -137,11 +137,11 @@ def test_ranks_can_meet_after_a_failed_rendezvous(pool: Pool) -> None:
     assert pool.run(JOBS + "after_a_failed_rendezvous", 3) == [[3.0]] * 3
 
 
-def all_are_rank_0(world: World) -> list[str]:
+def all_are_rank_0(world: Meeting) -> list[str]:
     """The ranks meet anew, each as rank 0 of two."""
     world.barrier("all to be here")
     world.close()
-    return error_of(lambda: World.join(world.store, 0, 2, timeout=1, generation=1))
+    return error_of(lambda: Meeting.join(world.store, 0, 2, timeout=1, generation=1))
 
 
 def test_duplicate_rank_is_refused(pool: Pool) -> None:
@@ -180,7 +180,7 @@ LISTS = [
 ]
 
 
-def decide(world: World, said: list[list[str | None]]) -> list[list[str]]:
+def decide(world: Meeting, said: list[list[str | None]]) -> list[list[str]]:
     return [error_of(lambda each=each: agree(world, each[world.rank], "the plan")) for each in said]
 
 
@@ -190,7 +190,7 @@ def test_disagreeing_ranks_are_named_on_all_ranks(pool: Pool) -> None:
         assert [[text.split(";")[0] for text in each[1:]] for each in told] == [x for _, x in SAID]
 
 
-def compare(world: World, lists: list[list[str]]) -> list[tuple[int, list[int]] | None]:
+def compare(world: Meeting, lists: list[list[str]]) -> list[tuple[int, list[int]] | None]:
     return [first_difference(world, list(each[world.rank]), "the lists") for each in lists]
 
 

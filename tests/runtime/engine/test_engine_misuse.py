@@ -18,8 +18,8 @@ from dynmo.models.loss import next_token_loss
 from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from tests.pool import Pool
@@ -125,7 +125,7 @@ def test_tied_weight_unused_by_its_owner_trains() -> None:
     assert torch.equal(table, pipe.store.own[1][0].get_parameter("weight"))
 
 
-def threads(world: World, times: int) -> list[int]:
+def threads(world: Meeting, times: int) -> list[int]:
     """Threads after each pipeline with replicas was made, evaluated and dropped."""
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
@@ -148,7 +148,7 @@ def evaluate(pipeline: Engine, end: int) -> list[int]:
     return out
 
 
-def builds_another(world: World, other: int) -> list[str]:
+def builds_another(world: Meeting, other: int) -> list[str]:
     """One rank makes layer 2 of four wider than the others. Returns what is said."""
     width = 9 if world.rank == other else 8
     sizes = [(8, 8), (8, 8), (8, width), (width, 8)]
@@ -172,7 +172,7 @@ def test_threads_end_with_their_pipeline(pool: Pool) -> None:
         assert max(counts[2:]) <= max(counts[:2])
 
 
-def evaluated(world: World) -> list[int]:
+def evaluated(world: Meeting) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
     pipeline = Engine(world, gpt().model, Partition((3, 3)), StepOptions("1f1b", MICROBATCHES))
     return evaluate(pipeline, 9)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from dynmo.kernels.seeds import mix
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
@@ -61,7 +61,7 @@ def _stages(order: Schedule, rank: int, layers: int, microbatches: int) -> dict[
 
 
 def execute(
-    world: World,
+    world: Meeting,
     schedule: Any,
     layers: int,
     microbatches: int,

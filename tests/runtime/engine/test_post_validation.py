@@ -19,7 +19,7 @@ from dynmo.errors import RunError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.plan.partition import uniform
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
@@ -63,7 +63,7 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[..., :-1], tokens[..., 1:]
 
 
-def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engine:
+def _made(world: Meeting, schedule: str, kind: str, update: UpdateOptions) -> Engine:
     """Makes a pipeline with a loss scale, so that an overflow skips its step."""
     gpt = GPT | {"dropout": 0.1}
     model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
@@ -74,7 +74,7 @@ def _made(world: World, schedule: str, kind: str, update: UpdateOptions) -> Engi
 
 
 def validated(
-    world: World,
+    world: Meeting,
     schedule: str,
     faults: list[list[Any]],
     changes: bool = False,
@@ -118,7 +118,7 @@ def validated(
     }
 
 
-def validated_raises(world: World, schedule: str, fault: str) -> dict[str, Any]:
+def validated_raises(world: Meeting, schedule: str, fault: str) -> dict[str, Any]:
     """A step that ends the run, after others. Then it runs again, without the fault."""
     update, steps = UpdateOptions(post_validation=True), StepOptions(schedule, MICROBATCHES)
     pipeline = Engine(

@@ -15,7 +15,7 @@ from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import HostClock, Mark
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine import profiler as profiler_module
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import Interval
@@ -29,7 +29,7 @@ from tests.runtime.fake_time import emulated_time
 
 
 def profile(
-    world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
+    world: Meeting, f: list[float], b: list[float], w: list[float], counts: list[int]
 ) -> list[dict[str, Any]]:
     """The costs of emulated layers after a step."""
     model = make_layers(f, b, w, size=64)
@@ -40,7 +40,7 @@ def profile(
     return [vars(cost) for cost in pipeline.costs()]
 
 
-def links(world: World) -> list[list[float]]:
+def links(world: Meeting) -> list[list[float]]:
     pairs = [(rank, rank + 1) for rank in range(world.size - 1)]
     return [[link.latency, link.bytes_per_second] for link in measure_links(world, pairs).values()]
 

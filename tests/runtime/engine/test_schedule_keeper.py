@@ -15,7 +15,7 @@ from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.plan.partition import uniform
 from dynmo.plan.recompute import recompute_as_workspace
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine import schedule_keeper
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import make
@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def engine_of(world: World, config: dict[str, Any]) -> tuple[Engine, tuple[LayerCost, ...]]:
+def engine_of(world: Meeting, config: dict[str, Any]) -> tuple[Engine, tuple[LayerCost, ...]]:
     """A pipeline of as many ranks as there are, and its costs from shapes."""
     loaded = parse(config)
     options, model = loaded.options, model_of(loaded)
@@ -48,7 +48,7 @@ def schedule_of(pipeline: Engine) -> Schedule:
     return pipeline.schedule_keeper.on(pipeline.store.layout.partition)
 
 
-def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
+def schedules(world: Meeting, config: dict[str, Any]) -> list[list[Any]]:
     """What is kept and the bytes of every rank: at first, with a frozen prefix, and thawed."""
     pipeline, shapes = engine_of(world, config)
 
@@ -85,7 +85,7 @@ def test_unlimited_schedule_keeps_at_most_twice_1f1b_memory(pool: Pool) -> None:
     assert max(alive + stashed / 2 for pairs in first[0] for alive, stashed in pairs) <= 2 * most
 
 
-def reshaped(world: World, config: dict[str, Any]) -> list[str]:
+def reshaped(world: Meeting, config: dict[str, Any]) -> list[str]:
     """The schedule after a reshape, without and with measured costs."""
     out: list[str] = []
     for measured in (False, True):

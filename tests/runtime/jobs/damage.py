@@ -15,20 +15,20 @@ from torch import nn
 import dynmo
 from dynmo.config import parse
 from dynmo.errors import DynmoError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
 STEPS = 4
 
 
-def train(world: World, config: dict[str, Any], folder: str) -> str:
+def train(world: Meeting, config: dict[str, Any], folder: str) -> str:
     """Trains in a folder, and returns the digest of the weights."""
     loaded = parse(config)
     return Trainer(loaded, world, model_of(loaded), Path(folder)).run().weights_digest
 
 
-def resume_each(world: World, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
+def resume_each(world: Meeting, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
     """Resumes a run in each of these folders, and says how that ended."""
     loaded = parse(config)
 
@@ -39,7 +39,7 @@ def resume_each(world: World, config: dict[str, Any], folders: list[str]) -> lis
     return [_ended(resume, folder) for folder in folders]
 
 
-def _pipeline(world: World, config: dict[str, Any]) -> dynmo.Pipeline:
+def _pipeline(world: Meeting, config: dict[str, Any]) -> dynmo.Pipeline:
     torch.manual_seed(config.get("seed", 0))
     layers = [nn.Linear(4, 4) for _ in range(4)]
     model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
@@ -55,12 +55,12 @@ def _to_the_end(pipeline: dynmo.Pipeline, folder: str | None = None) -> str:
     return pipeline.digest()
 
 
-def loop(world: World, config: dict[str, Any], folder: str) -> str:
+def loop(world: Meeting, config: dict[str, Any], folder: str) -> str:
     """A loop of one's own that saves after each step. Returns the digest of the weights."""
     return _to_the_end(_pipeline(world, config), folder)
 
 
-def load_each(world: World, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
+def load_each(world: Meeting, config: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
     """Goes on with `Pipeline.load` from each of these folders, and says how that ended."""
 
     def go_on(folder: str) -> str:

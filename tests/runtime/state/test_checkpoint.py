@@ -22,7 +22,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.saving import restore_layer
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.state import checkpoint
@@ -466,7 +466,7 @@ def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
         restore_layer(built(["mean", "scale"]), 1, layer)
 
 
-def engine(world: World, counts: list[int]) -> Engine:
+def engine(world: Meeting, counts: list[int]) -> Engine:
     model, places = model_of(parse({"model": GPT})), Partition(tuple(counts))
     return Engine(world, model, places, StepOptions("zb-h1", microbatches=3))
 
@@ -479,7 +479,7 @@ def steps(pipeline: Engine, first: int, last: int) -> list[float]:
     return losses
 
 
-def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
+def save_and_go_on(world: Meeting, folder: str, counts: list[int]) -> dict[str, Any]:
     """Four steps with a checkpoint after two. Layers 0 and 1 are frozen by then."""
     pipe = engine(world, counts)
     steps(pipe, 0, 1)
@@ -491,14 +491,14 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     return result | {"bytes": saved.bytes}
 
 
-def save_on_a_full_disk(world: World, folder: str, full: int) -> list[str]:
+def save_on_a_full_disk(world: Meeting, folder: str, full: int) -> list[str]:
     """The error if one rank can write nothing."""
     pipe = engine(world, [3, 3])
     with full_at(0 if world.rank == full else -1):
         return error_of(lambda: save(pipe, Path(folder), 1, keep=2))
 
 
-def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
+def load_and_go_on(world: Meeting, folder: str, counts: list[int]) -> dict[str, Any]:
     path, manifest, _ = checkpoint.find(Path(folder), world)
     pipe = engine(world, counts)
     Actions(pipe).freeze(manifest.state["frozen"])
@@ -507,7 +507,7 @@ def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     return {"layers": layers, "losses": steps(pipe, manifest.step, 4), "digest": pipe.digest()}
 
 
-def look_together(world: World, folder: str) -> dict[str, Any]:
+def look_together(world: Meeting, folder: str) -> dict[str, Any]:
     """The checkpoint found, and the files that this rank has read to the end."""
     read: list[str] = []
     sha256 = checkpoint._sha256
@@ -521,7 +521,7 @@ def look_together(world: World, folder: str) -> dict[str, Any]:
     return {"path": path.name, "problems": problems, "read": read}
 
 
-def digest_after_a_flipped_bit(world: World, config: dict[str, object], rank: int) -> str:
+def digest_after_a_flipped_bit(world: Meeting, config: dict[str, object], rank: int) -> str:
     """The digest of the weights, after this rank's first weight has changed in its last bit."""
     loaded = parsed(config)
     pipeline = Trainer(loaded, world, model_of(loaded), None).pipeline

@@ -18,7 +18,7 @@ from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
 from dynmo.plan.partition import Move, Partition, moves, uniform
 from dynmo.runtime.comm.headers import TAG_MIGRATE
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.state.migration import (
     Arrival,
@@ -53,7 +53,7 @@ def fingerprint(
 class Held:
     """The layers of one rank, as little as moving them needs."""
 
-    def __init__(self, world: World, kind: dict[str, Any], partition: Partition) -> None:
+    def __init__(self, world: Meeting, kind: dict[str, Any], partition: Partition) -> None:
         self.world, self.partition = world, partition
         self.model = model_of(parse({"model": kind}))
         own = partition.range_of(world.rank)
@@ -103,7 +103,7 @@ def any_partition(layers: int, ranks: int, random: Random) -> Partition:
     return Partition.from_bounds([0, *sorted(random.sample(range(1, layers), ranks - 1)), layers])
 
 
-def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
+def migrate(world: Meeting, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
     """Moves layers between random placements, with an update and gradients before each move."""
     random = Random(seed)
     layers = model_of(parse({"model": kind})).layers
@@ -116,7 +116,7 @@ def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[
     return {"layers": held.fingerprints(), "moved": moved}
 
 
-def migrate_fails(world: World, how: str) -> dict[str, Any]:
+def migrate_fails(world: Meeting, how: str) -> dict[str, Any]:
     """One rank fails while layers move from (3, 1, 2) to (1, 2, 3)."""
     kind = {"kind": "gpt", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 4}
     held = Held(world, kind, Partition((3, 1, 2)))
@@ -140,7 +140,7 @@ def migrate_fails(world: World, how: str) -> dict[str, Any]:
     return {"error": error, "untouched": untouched, "after": sorted(held.optimizers)}
 
 
-def announces(world: World, length: int) -> list[str]:
+def announces(world: Meeting, length: int) -> list[str]:
     """Rank 0 announces a manifest of this length to rank 1. Returns what that says."""
     if world.rank == 0:
         world.wait(world.send(torch.tensor([length]), 1, TAG_MIGRATE), 1, "room to send")

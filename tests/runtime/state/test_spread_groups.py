@@ -16,9 +16,10 @@ from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.group_placement import GroupPlacement, even_placement
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import shape_costs, static_costs
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.sharers import Sharers
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.gradient_reduction import drop_missing
 from dynmo.runtime.optim.optimizer import Share, cut
@@ -35,7 +36,7 @@ from tests.runtime.jobs import error_of, lose_patience
 from tests.runtime.modules import draw
 
 
-def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
+def holdings(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """The experts of each layer that are here after a run, and the bytes of all layers."""
     loaded = parsed(config)
     trainer = Trainer(loaded, world, model_of(loaded), None)
@@ -75,7 +76,7 @@ def beside() -> dynmo.Sequential:
     return dynmo.Sequential(layers, loss=nn.functional.mse_loss)
 
 
-def beside_digest(world: World, **options: Any) -> str:
+def beside_digest(world: Meeting, **options: Any) -> str:
     pipeline = dynmo.Pipeline(beside(), world, microbatches=2 // world.size, **options)
     for step in range(2):
         data = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(step))
@@ -84,7 +85,7 @@ def beside_digest(world: World, **options: Any) -> str:
     return pipeline.digest()
 
 
-def peer_is_late(world: World) -> list[Any]:
+def peer_is_late(world: Meeting) -> list[Any]:
     """Rank 1 sends no rows: the wait of rank 0 has an end and a name."""
     group = Sharers(arrange(world, 2), 2)
     lose_patience(group.world)
@@ -98,7 +99,7 @@ def peer_is_late(world: World) -> list[Any]:
     return said
 
 
-def rows(world: World, dtype: str) -> list[list[float]]:
+def rows(world: Meeting, dtype: str) -> list[list[float]]:
     """Rank r sends s + 1 rows of r to rank s. Returns what arrived."""
     group = Sharers(arrange(world, world.size), world.size)
     sent = [rank + 1 for rank in range(world.size)]
@@ -107,7 +108,7 @@ def rows(world: World, dtype: str) -> list[list[float]]:
     return group.rows(own, sent, [count for (count,) in taken]).tolist()
 
 
-def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
+def reduced(world: Meeting, bucket: int, absent: list[int]) -> list[Any]:
     """Two experts: one on replicas 0 and 2, one on replica 1. True for each correct local sum."""
     peers, size = arrange(world, 4).peers, 40_000
     spread_over: Any = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
@@ -226,9 +227,9 @@ def test_moved_expert_comes_from_one_holder() -> None:
     assert arrivals(before, after, 1) == [(0, 0), (1, 0)]
 
 
-def world_of_two() -> World:
-    device, store = torch.device("cpu"), torch.distributed.HashStore()
-    return World(0, 1, device, 1.0, 0, store).with_peers(World(0, 2, device, 1.0, 0, store))
+def world_of_two() -> Meeting:
+    device, store = torch.device("cpu"), SignedStore(torch.distributed.HashStore())
+    return Meeting(0, 1, device, 1.0, 0, store).with_peers(Meeting(0, 2, device, 1.0, 0, store))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,312 @@
+"""How ranks meet, meet again, leave and end.
+
+A generation is one `init_process_group` over a part of the store (`gen/<k>`). A planned change of
+the ranks therefore takes milliseconds and needs no restart.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dynmo.errors import (
+    DynmoError,
+    InputError,
+    RankDied,
+    RunError,
+    WaitTimeout,
+    notes,
+    place,
+)
+from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
+from dynmo.runtime.comm.deadline import call_with_limit
+from dynmo.runtime.comm.device_waits import DeviceWaits
+from dynmo.runtime.comm.error_text import first_line
+from dynmo.runtime.comm.process_groups import (
+    drop_group,
+    form_default_group,
+    form_group_within,
+    leave_default_group,
+)
+from dynmo.runtime.comm.rendezvous import from_environment
+from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.comm.store import token_of
+from dynmo.runtime.comm.world import World
+
+# Times that these ranks of a program's own process groups have become a world.
+_adopted: dict[tuple[int, ...], int] = {}
+
+
+@dataclass(repr=False)
+class Meeting(World):
+    """The world of all ranks of a generation. `dynmo.init` makes one.
+
+    Attributes:
+        home: Store in which later generations of this world meet, and ranks that want to join
+            announce themselves. None: within a program's own process groups, which do not change.
+        is_outside: Whether this process is no rank of the training that it belongs to.
+        is_of_loop: Whether `dynmo.init` made it, for a loop of one's own.
+
+    Example:
+        >>> import dynmo
+        >>> with dynmo.init(device="cpu") as world:
+        ...     world.describe_rank(0)
+        'rank 0'
+    """
+
+    home: SignedStore | None = None
+    is_outside: bool = False
+    is_of_loop: bool = False
+    # torch's number of threads before `take_threads`.
+    _threads_before: int | None = None
+
+    def __repr__(self) -> str:
+        which = "no rank yet" if self.is_outside else f"rank {self.rank} of {self.size}"
+        return f"World({which}, {self.device})"
+
+    @classmethod
+    def join(
+        cls,
+        store: SignedStore,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | None = None,
+        timeout: float = 120.0,
+        generation: int = 0,
+        staged: bool = False,
+        setup_timeout: float = 0.0,
+    ) -> Meeting:
+        """Meets the other ranks of this generation.
+
+        Args:
+            store: Shared by all ranks.
+            device: Device on which this rank computes. The default is the CPU.
+            timeout: Limit of every wait, in seconds.
+            generation: Number of times that the ranks have met before.
+            staged: Whether all messages pass through host memory. Ranks may then share a GPU.
+            setup_timeout: Limit of waits until `end_setup`, if that is longer.
+
+        Raises:
+            WaitTimeout: A rank did not come in time. The message names it.
+            RankDied: A rank came and is gone again.
+        """
+        device = device or torch.device("cpu")
+        prefixed = store.within(f"gen/{generation}")
+        world = cls(rank, size, device, timeout, generation, prefixed, staged=staged, home=prefixed)
+        world._begin_setup(setup_timeout)
+        world._meet(timeout)
+        return world
+
+    @classmethod
+    def outside(
+        cls, home: SignedStore, *, device: torch.device, timeout: float, staged: bool = False
+    ) -> Meeting:
+        """Makes a world of this process alone, which will go on in another one (`renew`).
+
+        `home` is that world's.
+        """
+        return cls(0, 1, device, timeout, 0, home, staged=staged, home=home, is_outside=True)
+
+    def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
+        """Goes on as another number of ranks, in the same processes. All of them call it.
+
+        This rank's groups end, and new ones are made. Views of the world must be made anew.
+
+        Args:
+            generation: Number of the new generation. A number can be used once.
+            join_timeout: Seconds to wait for the other ranks to come.
+
+        Raises:
+            WaitTimeout: A rank did not come in time. The message names it.
+            RankDied: A rank came and is gone again.
+        """
+        self._end_groups(failed=False)
+        self._peers, self.is_outside, self.told = None, False, None
+        self.shape, self.rank, self.size, self.generation = 1, rank, size, generation
+        self.store = (self.home or self.store).within(f"again/{generation}")
+        self.waits, hook = DeviceWaits(), sys.excepthook
+        self._meet(join_timeout)
+        sys.excepthook = hook  # torch puts its own around it again, and would lose the line
+
+    def leave(self) -> None:
+        """Leaves the ranks. This process is alone until `renew`."""
+        self.close()
+        self._peers, self.is_outside = None, True
+        self.shape, self.rank, self.size = 1, 0, 1
+        if self.home is not None:
+            self.store = self.home
+
+    def _meet(self, join_timeout: float) -> None:
+        """Forms the group. All must have come within `join_timeout` seconds."""
+        if self.torch_ranks:
+            self.group = self.process_group = form_group_within(
+                self.store, self.torch_ranks, enqueues=self.enqueues, timeout=self.timeout
+            )
+        else:
+            self.group = form_default_group(
+                self.store,
+                self.rank,
+                self.size,
+                enqueues=self.enqueues,
+                timeout=self.timeout,
+                join_timeout=join_timeout,
+            )
+        self._lift_limit(self.group)
+
+    def _begin_setup(self, timeout: float) -> None:
+        if timeout > self.timeout:
+            self.after_setup, self.timeout = self.timeout, timeout
+
+    def end_setup(self) -> None:
+        """Gives waits their usual limit, once all ranks have made a step."""
+        if self.after_setup is None:
+            return
+        for world in (self, *self.views):
+            world.timeout = self.after_setup
+        for group in {self.group, *self.process_groups.values()} - {None}:
+            set_group_timeout(group, torch.device("cpu"), timedelta(seconds=self.timeout))
+        self.after_setup = None
+
+    @property
+    def usual_timeout(self) -> float:
+        """Limit of waits after the set-up."""
+        return self.after_setup or self.timeout
+
+    @classmethod
+    def adopt(
+        cls,
+        ranks: Sequence[int],
+        *,
+        device: torch.device,
+        timeout: float,
+        staged: bool = False,
+        setup_timeout: float = 0.0,
+    ) -> Meeting:
+        """Makes a world within a program's own process groups. Only its ranks call it.
+
+        Args:
+            ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
+            staged: Whether all messages pass through host memory.
+            setup_timeout: Limit of waits until `end_setup`, if that is longer.
+
+        Raises:
+            WaitTimeout: A rank did not call in time.
+            RankDied: A rank ended meanwhile.
+        """
+        rank, place = ranks.index(dist.get_rank()), tuple(ranks)
+        _adopted[place] = number = _adopted.get(place, 0) + 1
+        plain = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}/{number}", default_store())
+        launched = from_environment()
+        is_local = launched is not None and (launched.local or launched.loopback)
+        store = SignedStore(plain, token_of(plain, rank, is_local, timeout))
+        world = cls(rank, len(ranks), device, timeout, 0, store, staged=staged)
+        world.torch_ranks = tuple(ranks)
+        world._begin_setup(setup_timeout)
+        world._meet(timeout)
+        return world
+
+    def close(self, failed: bool = False) -> None:
+        """Ends this generation, with all its views. All ranks call it.
+
+        Args:
+            failed: Whether messages may be under way that nobody will send.
+        """
+        atexit.unregister(self.close)  # `dynmo.init` registers it
+        self._end_groups(failed)
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+    def _end_groups(self, failed: bool) -> None:
+        # The channels' threads must not be inside the backend when it goes.
+        for channels in list(self.channels):
+            channels.close()
+        if failed and self.enqueues and dist.is_initialized():
+            # Communicators end in order once their work is done. After a failure that would be
+            # never, and the failure could not be told.
+            abort_communicators()
+        own = [self.group, *self.process_groups.values(), *self.channel_groups.values()]
+        # A group ends, and its peers are told, when the last reference to it goes.
+        for world in (self, *self.views):
+            world.group = world.process_group = None
+        self.views.clear()
+        self.process_groups.clear()
+        self.channel_groups.clear()
+        if not self.torch_ranks:
+            own.clear()
+            leave_default_group()
+        for group in own:
+            drop_group(group)
+
+    def take_threads(self, threads: int) -> int:
+        """Sets the number of threads on CPU until `close`. Returns the number before."""
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        return self._threads_before
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not KeyboardInterrupt:
+            self.close(failed=kind is not None)
+            return
+        # The launcher may send the signal again. The groups end all the same.
+        handler = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone
+                self.store.set(f"interrupted/{self.rank}", "1")
+            self.close(failed=True)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def give_up(self, error: Exception, is_final: bool) -> bool:
+        """Ends this rank's groups after an error, before all ranks know of it.
+
+        Ranks that wait for this one then raise its error. All meet anew here, and can go on.
+
+        Args:
+            is_final: Whether the ranks cannot go on from there.
+
+        Returns:
+            Whether all ranks have met anew.
+        """
+        if self.lost is not None:
+            return False
+        me, text = f"{self.describe_rank(self.rank)}: ", first_line(error)
+        if not isinstance(error, DynmoError):
+            text = f"{type(error).__name__}: {text}{place(error)}{notes(error)}"
+        text = self.told or me + text.removeprefix(me)
+        is_final = is_final or isinstance(error, WaitTimeout | RankDied)
+        kind = "final" if is_final else "input" if isinstance(error, InputError) else ""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            told = json.dumps({"kind": kind, "text": text})
+            call_with_limit(1.0, lambda: self.store.set(f"gave up/{self.rank}", told))
+        self._end_groups(failed=True)
+        if not is_final:
+            try:
+                generation = self.generation + 1
+                self.renew(self.rank, self.size, generation, self.timeout)
+                return True
+            except (RunError, RuntimeError) as late:
+                text = f"{text}; {first_line(late)}"
+        self.lost = text
+        return False
+
+
+def meeting_of(world: World) -> Meeting:
+    """Returns the world of all ranks, which can meet again, leave and end."""
+    everyone = world.everyone
+    assert isinstance(everyone, Meeting)
+    return everyone
