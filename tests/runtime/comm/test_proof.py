@@ -40,7 +40,7 @@ def with_stranger(
 
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger(process_groups.__name__)
+    logger = logging.getLogger("dynmo.runtime.comm")
     logger.addHandler(handler)
     patience = mock.patch.object(proof, "PATIENCE", 0.3 if kind == "silent" else 10)
     store = SignedStore(world.store, b"the token", "proof/")
