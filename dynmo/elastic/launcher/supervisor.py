@@ -114,30 +114,27 @@ def spawn(
 
 @contextlib.contextmanager
 def _launch_folder(folder: Path | None) -> Iterator[Path]:
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="dynmo-") as name:
-            yield Path(name)
-        return
-    folder = folder.absolute()
     try:
-        if folder.exists():  # left by a launcher that was killed
-            shutil.rmtree(folder)
-        folder.mkdir(mode=0o700)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="dynmo-"))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a launcher that was killed
+            folder.mkdir(mode=0o700)
     except OSError as error:
         raise RunError(f"{folder} cannot be made: {error}") from None
     try:
-        yield folder
+        yield folder.absolute()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[float]]:
-    """Yields the times of SIGINT and SIGTERM while it is open. They ask for a stop."""
-    asked: list[float] = []
+def _signals() -> Iterator[list[int]]:
+    """Yields SIGINT and SIGTERM that come while it is open. They ask for a stop."""
+    asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(time.monotonic())
+        asked.append(number)
 
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
     try:
@@ -178,7 +175,7 @@ class _Process:
 
 @dataclass
 class Supervisor:
-    """The processes of one run. `asked` has the times of signals that ask for a stop."""
+    """The processes of one run. `asked` has the signals that ask for a stop."""
 
     starter: Starter
     command: Sequence[str]
@@ -187,7 +184,7 @@ class Supervisor:
     folder: Path
     log_folder: Path
     rendezvous_file: Path | None
-    asked: Sequence[float]
+    asked: Sequence[int]
 
     def __post_init__(self) -> None:
         self._processes: list[_Process] = []
@@ -205,7 +202,6 @@ class Supervisor:
     def _start(self, joins: bool) -> None:
         number = len(self._processes)
         env = process_environment(number, self.size, self.folder, self.threads)
-        env |= {"DYNMO_JOIN": "1"} if joins else {}
         if self.rendezvous_file is not None:
             env["DYNMO_RENDEZVOUS_FILE"] = str(self.rendezvous_file.absolute())
         if self.asked:

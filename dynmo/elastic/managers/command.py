@@ -30,7 +30,7 @@ from dynmo.errors import ConfigError, RunError
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DYNMO_RENDEZVOUS"),
-    *("DYNMO_RENDEZVOUS_FILE", "DYNMO_PROCESS", "DYNMO_JOIN", "DYNMO_LAUNCHER"),
+    *("DYNMO_RENDEZVOUS_FILE", "DYNMO_PROCESS", "DYNMO_LAUNCHER"),
 )
 _GIVE_BACK, _START = "elastic.release_command", "elastic.grow_command"
 

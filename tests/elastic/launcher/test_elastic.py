@@ -49,7 +49,7 @@ say("done")
         'heard("leave")',
         'heard("leave")',
         join="""
-keys = ("DYNMO_JOIN", "RANK", "DYNMO_PROCESS", "LOCAL_RANK")
+keys = ("RANK", "DYNMO_PROCESS", "LOCAL_RANK")
 (here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
 say(f"joined-{process}")
 heard("done")
@@ -65,8 +65,8 @@ heard("done")
         "started 1: process 4",
     ]
     # The devices of the ranks that left are theirs.
-    assert (tmp_path / "env-3").read_text() == "1 3 3 1"
-    assert (tmp_path / "env-4").read_text() == "1 4 4 2"
+    assert (tmp_path / "env-3").read_text() == "3 3 1"
+    assert (tmp_path / "env-4").read_text() == "4 4 2"
     assert (tmp_path / "rank-4.log").exists()
 
 
