@@ -1,25 +1,50 @@
-"""A process outside of a running training: it waits until rank 0 lets it in, and joins."""
+"""A process outside of a running training: it waits until rank 0 lets it in, and joins.
+
+    newcomer   asks: "host a, pid 7"   beat .. beat .. beat ..           let in: rank 2 of 4
+    rank 0                             look(): who is there, alive       let_in(...)
+
+Both sides meet in the store of the run. A newcomer waits until the run needs it, or is over.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.elastic.join_requests import Newcomer, newcomer_text
-from dynmo.elastic.place import own_place
-from dynmo.errors import InputError, RankDied, RunError, WaitTimeout
-from dynmo.models.identity import Identity
+from dynmo.elastic.place import RankPlace, own_place
+from dynmo.errors import ConfigError, DynmoError, InputError, RankDied, RunError, WaitTimeout
+from dynmo.models.identity import Identity, identity_from
+from dynmo.runtime.comm.deadline import call_with_limit
+from dynmo.runtime.comm.error_text import reason
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.store import find_missing, home_of, open_rendezvous, read_rendezvous
+from dynmo.runtime.comm.signed_store import Forged, SignedStore
+from dynmo.runtime.comm.store import (
+    LOST,
+    find_missing,
+    home_of,
+    open_rendezvous,
+    read_rendezvous,
+)
 
 _logger = logging.getLogger(__name__)
+
+# Most seconds between two signs of life of a newcomer, and seconds between two looks of it.
+_BEAT, _POLL = 1.0, 0.05
+# Most newcomers of a run.
+MOST = 10_000
+
+Result = TypeVar("Result")
 
 
 class RunGone(InputError):
@@ -72,6 +97,103 @@ def state_from(text: str) -> NewcomerState:
         raise RunError(
             f"rank 0 sent a state that cannot be read ({first}); do all ranks run the same dynmo?"
         ) from None
+
+
+class Newcomer:
+    """A process that waits to join. It may ask again after it was a rank."""
+
+    def __init__(
+        self, home: SignedStore, text: str, timeout: float, name: str = "a newcomer"
+    ) -> None:
+        self._store = home.within("join")
+        self._text = text
+        self._timeout = timeout
+        self._name = name
+        self._heard = 0.0  # time of rank 0's last sign of life
+
+    def wait(self, stopping: Callable[[], bool] = lambda: False) -> str | None:
+        """Waits until it is let in. None if the run is over or `stopping` says so."""
+        try:
+            self._heard = time.monotonic()
+            return self._wait(self._ask(self._request), stopping)
+        except DynmoError:
+            raise
+        except LOST as error:
+            why = reason(error) or type(error).__name__
+            raise RankDied(
+                f"lost the store of rank 0 while waiting to join ({why}); the run has ended"
+            ) from None
+
+    def _ask(self, call: Callable[[], Result]) -> Result:
+        """Calls the store. Its answer must come within what is left of the limit."""
+        silent = time.monotonic() - self._heard
+        if silent < self._timeout:
+            with suppress(TimeoutError):
+                return call_with_limit(self._timeout - silent, call)
+        raise WaitTimeout(
+            f"{self._name} waited {self._timeout:g} s for rank 0, which gives no sign of life; was "
+            "the run killed?",
+            [0],
+        )
+
+    def _request(self) -> int:
+        ticket = next((each for each in range(1, MOST) if self._claims(each)), None)
+        if ticket is None:
+            raise RunError(f"{MOST} processes have asked to join this run; start it anew")
+        self._store.set(f"beat/{ticket}", "0")
+        self._store.set(f"here/{ticket}", self._text)
+        return ticket
+
+    def _claims(self, ticket: int) -> bool:
+        with suppress(Forged):
+            return self._store.claim(f"ticket/{ticket}")
+        return False
+
+    def _wait(self, ticket: int, stopping: Callable[[], bool]) -> str | None:
+        beats, next_beat, pulse = 0, 0.0, b""
+        pause = min(_BEAT, self._timeout / 4)
+        while True:
+            if message := self._ask(lambda: self._read(f"state/{ticket}")):
+                return message.decode()
+            if refused := self._ask(lambda: self._read(f"refused/{ticket}")):
+                raise ConfigError(refused.decode())
+            if stopping() or self._ask(lambda: self._read("over")):
+                return None
+            now = time.monotonic()
+            if now >= next_beat:
+                beats, next_beat = beats + 1, now + pause
+                new = self._ask(partial(self._beat, ticket, beats))
+                if new != pulse:
+                    pulse, self._heard = new, now
+            time.sleep(_POLL)
+
+    def _beat(self, ticket: int, beats: int) -> bytes:
+        """Gives a sign of life, and returns rank 0's."""
+        self._store.set(f"beat/{ticket}", str(beats))
+        return self._read("pulse")
+
+    def _read(self, key: str) -> bytes:
+        return genuine(self._store, key) or b""
+
+
+def genuine(store: SignedStore, key: str) -> bytes | None:
+    """Returns a value that the run has written, or None."""
+    with suppress(Forged):
+        return store.find(key)
+    return None
+
+
+def newcomer_text(place: RankPlace, identity: Identity) -> str:
+    return json.dumps({"place": asdict(place), "identity": identity.model_dump()})
+
+
+def newcomer_from(text: str) -> tuple[RankPlace, Identity]:
+    """Reads the text of `newcomer_text`."""
+    try:
+        record = json.loads(text)
+        return RankPlace(**record["place"]), identity_from(record["identity"])
+    except (ValueError, TypeError, LookupError):
+        raise RunError("what it says of itself cannot be read") from None
 
 
 def outside_world(file: Path, *, device: torch.device, timeout: float, staged: bool) -> Meeting:

@@ -7,27 +7,59 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dynmo.elastic.join_requests import JoinRequests, newcomer_from
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
 from dynmo.elastic.managers import make_manager
+from dynmo.elastic.newcomer import MOST, genuine, newcomer_from
 from dynmo.elastic.place import RankPlace, count_text
 from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
+from dynmo.runtime.comm.deadline import call_with_limit
+from dynmo.runtime.comm.error_text import reason
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import Forged
+from dynmo.runtime.comm.store import LOST, no_answer
 
-# Seconds between two looks for newcomers.
-_LOOK = 0.25
+# Seconds between two looks for newcomers, of the run and of its thread.
+_LOOK, _READ = 0.25, 0.1
+# Most newcomers that the thread takes in one look.
+_MOST_IN_A_LOOK = 50
+# Seconds without a sign of life until a newcomer is gone, and most between two of rank 0.
+_GONE, _PULSE = 10.0, 1.0
+# Seconds for a message of rank 0.
+_SLACK = 2.0
+
+
+@dataclass
+class _Waiting:
+    """A newcomer that waits.
+
+    Attributes:
+        text: Its own description.
+        seen: Time of the look at which its sign of life last changed.
+        beat: Its last sign of life.
+        place: Where it runs, once it may join.
+    """
+
+    text: str
+    seen: float
+    beat: bytes = b""
+    place: RankPlace | None = None
 
 
 class Newcomers:
     """The entrance of a run, on rank 0.
+
+    A thread looks in the store for newcomers, and gives signs of life while somebody waits. So
+    neither a long step nor a damaged store holds up the other side.
 
     Args:
         elastic: Options of the run.
@@ -41,17 +73,63 @@ class Newcomers:
         assert world.home is not None, "ranks of a program's own process groups stay"
         self._launcher = _launcher(world.home)
         self._manager = make_manager(elastic, self._launcher)
-        self._join_requests = JoinRequests(world.home, world.usual_timeout)
         self._identity, self._join_timeout = identity, elastic.join_timeout
+        self._store, self._timeout = world.home.within("join"), world.usual_timeout
+        # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
+        self._watched = world.home.clone().within("join")
+        # The highest ticket so far, and the tickets whose holders have not described themselves.
+        self._known = 0
+        self._expected = set[int]()
+        # The thread adds newcomers, and only the other methods remove them.
+        self._waiting: dict[int, _Waiting] = {}
+        self._pulse, self._pulsed = 0, -_PULSE
+        self._pause = min(_PULSE, self._timeout / 4)
+        self._read_at = time.monotonic()
+        self._failure = ""
+        self._forged = ""
+        self._told = set[str]()
         self._looked = 0.0
-        # Newcomers that wait, and where each of them runs.
-        self._present: list[int] = []
-        self._places: dict[int, RankPlace] = {}
+        self._present: list[int] = []  # tickets of those that may join
         # Started ranks that have not come, the time of the call, and whether an event said so.
         self._outstanding = 0
         self._asked = 0.0
         self._missed = False
         self._events: list[partial[Event]] = []  # they lack the step
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(_READ):
+                self._read()
+        except LOST as error:
+            self._failure = reason(error) or type(error).__name__
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        # A store in a file grows with every write, so nothing is written while nobody waits.
+        for ticket in range(self._known + 1, min(self._known + _MOST_IN_A_LOOK, MOST) + 1):
+            try:
+                if self._watched.find(f"ticket/{ticket}") is None:
+                    break
+                self._expected.add(ticket)
+            except Forged as error:
+                self._forged = self._forged or f"{error}; it is ignored"
+            self._known = ticket
+        for ticket in sorted(self._expected):
+            text = genuine(self._watched, f"here/{ticket}")
+            if text is not None:
+                self._expected.remove(ticket)
+                self._waiting[ticket] = _Waiting(text.decode(errors="replace"), now)
+        waiting = list(self._waiting.items())
+        for ticket, each in waiting:
+            beat = genuine(self._watched, f"beat/{ticket}")
+            if beat is not None and beat != each.beat:
+                each.beat, each.seen = beat, now
+        if waiting and now - self._pulsed > self._pause:
+            self._pulse, self._pulsed = self._pulse + 1, now
+            self._watched.set("pulse", str(self._pulse))
+        self._read_at = now
 
     @property
     def waiting(self) -> int:
@@ -63,43 +141,58 @@ class Newcomers:
         moment = time.monotonic()
         if at_once or moment - self._looked >= _LOOK:
             self._looked = moment
-            self._present = [each for each in self._join_requests.present() if self._lets_in(each)]
-            for ticket in self._join_requests.take_gone():
-                if ticket in self._places:
-                    self._fault(f"{self._places.pop(ticket)} waited to join and is gone")
-            problem = self._join_requests.take_problem()
-            if problem is not None:
+            for ticket, each in list(self._waiting.items()):
+                if self._read_at - each.seen > _GONE:
+                    del self._waiting[ticket]
+                    if each.place is not None:
+                        self._fault(f"{each.place} waited to join and is gone")
+            waiting = sorted(self._waiting.items())
+            self._present = [ticket for ticket, each in waiting if self._accepts(ticket, each)]
+            why = self._failure
+            if moment - self._read_at > self._timeout:
+                why = why or f"it has not answered for {self._timeout:g} s"
+            failure = why and f"nobody can join: the store of the run cannot be read ({why})"
+            for problem in {self._forged, failure} - self._told - {""}:
+                self._told.add(problem)
                 self._fault(problem)
             self._watch_manager()
         return len(self._present)
 
-    def _lets_in(self, ticket: int) -> bool:
+    def _accepts(self, ticket: int, newcomer: _Waiting) -> bool:
         """Refuses a newcomer that would compute other numbers."""
-        if ticket in self._places:
+        if newcomer.place is not None:
             return True
         name = f"newcomer {ticket}"
         try:
-            place, identity = newcomer_from(self._join_requests.text(ticket))
+            place, identity = newcomer_from(newcomer.text)
             name, differences = str(place), identity.differences(self._identity)
             if not differences:
-                self._places[ticket] = place
+                newcomer.place = place
                 return True
             why = f"it differs from the run in {first_of(differences)}"
         except RunError as error:
             why = str(error)
+        del self._waiting[ticket]
         advice = "start it with the code, torch and dynmo that the run was started with"
-        self._join_requests.refuse(ticket, f"the run refused this process: {why}; {advice}")
+        self._send(f"refused/{ticket}", f"the run refused this process: {why}; {advice}")
         self._fault(f"{name} wanted to join and was refused: {why}")
         return False
 
     def let_in(self, messages: Sequence[str]) -> list[RankPlace]:
         """Sends a message to each of the first waiting newcomers. Returns where these run."""
-        tickets = self._present[: len(messages)]
-        places = [self._places.pop(ticket) for ticket in tickets]
-        self._join_requests.let_in(tickets, messages)
-        self._present = self._present[len(messages) :]
-        self._outstanding = max(0, self._outstanding - len(messages))
-        return places
+        count = len(messages)
+        tickets, self._present = self._present[:count], self._present[count:]
+        self._outstanding = max(0, self._outstanding - count)
+        newcomers = [self._waiting.pop(ticket) for ticket in tickets]
+        for ticket, message in zip(tickets, messages, strict=True):
+            self._send(f"state/{ticket}", message)
+        return [each.place for each in newcomers if each.place is not None]
+
+    def _send(self, key: str, text: str) -> None:
+        try:
+            call_with_limit(_SLACK, lambda: self._store.set(key, text))
+        except TimeoutError:
+            raise no_answer(_SLACK) from None
 
     def start(self, count: int) -> None:
         """Starts ranks beside the waiting newcomers, unless they are on their way."""
@@ -133,8 +226,9 @@ class Newcomers:
 
     def close(self) -> None:
         # The store may be gone if a run fails. The run's own failure must be reported then.
+        self._closed.set()
         with contextlib.suppress(RuntimeError):
-            self._join_requests.close()
+            self._send("over", "1")
         if self._manager is not None:
             self._manager.close()
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dynmo.elastic.join_requests import Newcomer, newcomer_text
+from dynmo.elastic.newcomer import Newcomer, newcomer_text
 from dynmo.elastic.place import own_place
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.meeting import Meeting

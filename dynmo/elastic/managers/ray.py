@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -77,24 +76,27 @@ class RayProcess:
         # `signal` must come through while `run` waits.
         options |= {"max_concurrency": 2, "scheduling_strategy": strategy}
         self._actor = ray.remote(RankActor).options(**options).remote()
-        outputs = [rank.log, rank.log]
-        if rank.log is None:
-            outputs = [rank.entered.with_name(f"output-0.{name}") for name in ("out", "err")]
-        files = [str(path.absolute()) for path in outputs if path is not None]
+        own = {"out": sys.stdout.buffer, "err": sys.stderr.buffer} if rank.log is None else {}
+        outputs = {rank.entered.with_name(f"output-0.{at}"): file for at, file in own.items()}
+        files = [str(path.absolute()) for path in outputs or [rank.log] * 2 if path is not None]
         self._status = self._actor.run.remote(
             list(rank.command), dict(rank.environment), str(Path.cwd()), *files
         )
-        self._waiter = threading.Thread(target=self._wait, daemon=True)
-        own = (sys.stdout.buffer, sys.stderr.buffer) if rank.log is None else ()
-        self._tails = [
-            threading.Thread(target=self._copy, args=each, daemon=True)
-            for each in zip(files, own, strict=False)
-        ]
-        for thread in (self._waiter, *self._tails):
-            thread.start()
+        self._watcher = threading.Thread(target=self._watch, args=(outputs,), daemon=True)
+        self._watcher.start()
 
-    def _wait(self) -> None:
-        """Waits for the end, and frees the resources."""
+    def _watch(self, outputs: Mapping[Path, IO[bytes]]) -> None:
+        """Passes on the output of rank 0, waits for the end, and frees the resources."""
+        ended, places = False, dict.fromkeys(outputs, 0)
+        while not ended:
+            ready, _ = self._ray.wait([self._status], timeout=_TAIL if outputs else None)
+            ended = bool(ready)
+            for path, file in outputs.items():
+                with contextlib.suppress(FileNotFoundError), path.open("rb") as source:
+                    source.seek(places[path])
+                    file.write(source.read())
+                    file.flush()
+                    places[path] = source.tell()
         try:
             code = self._ray.get(self._status)
         except self._ray.exceptions.RayError as error:
@@ -110,24 +112,10 @@ class RayProcess:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.util.remove_placement_group(self._group)
 
-    def _copy(self, path: str, file: IO[bytes]) -> None:
-        """Passes on the output of rank 0 until it has ended."""
-        at, ended = 0, False
-        while not ended:
-            ended = self._code is not None
-            with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as source:
-                source.seek(at)
-                file.write(source.read())
-                file.flush()
-                at = source.tell()
-            time.sleep(0 if ended else _TAIL)
-
     def reason(self) -> str:
         return self._reason
 
     def poll(self) -> int | None:
-        for tail in self._tails if self._code is not None else ():
-            tail.join(5.0)
         return self._code
 
     def send_signal(self, sig: int, /) -> None:
@@ -144,8 +132,7 @@ class RayProcess:
         self._free()
 
     def wait(self) -> None:
-        self._waiter.join(10.0)
-        self.poll()  # for the rest of the output
+        self._watcher.join(10.0)
 
 
 class RayStarter:

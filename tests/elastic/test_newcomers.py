@@ -1,4 +1,4 @@
-"""Newcomers that wait, are called, are dismissed, or vanish."""
+"""Newcomers that wait, are let in, are dismissed, or vanish."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dynmo.elastic import join_requests
-from dynmo.elastic.join_requests import JoinRequests, Newcomer, newcomer_from
+from dynmo.elastic import newcomer, newcomers
+from dynmo.elastic.newcomer import Newcomer, newcomer_from, newcomer_text
+from dynmo.elastic.newcomers import Newcomers
+from dynmo.elastic.place import RankPlace
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.events import FaultEvent
+from dynmo.models.identity import Identity
+from dynmo.plan.options import Elastic
 from dynmo.runtime.comm import store as store_module
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from tests.processes import wait_until
+
+IDENTITY = Identity(versions={}, code={}, layers=(), descriptions={})
 
 
 @pytest.fixture
@@ -25,12 +34,18 @@ def home() -> SignedStore:
     return store
 
 
+def entrance(home: SignedStore, timeout: float = 5) -> Newcomers:
+    world = Meeting.outside(home, device=torch.device("cpu"), timeout=timeout)
+    return Newcomers(Elastic(), world, IDENTITY)
+
+
 class Waiting:
     """A newcomer in a thread."""
 
-    def __init__(self, home: SignedStore, text: str) -> None:
+    def __init__(self, home: SignedStore, host: str) -> None:
         self.heard: list[str | None] = []
         self.told_to_go = False
+        text = newcomer_text(RankPlace(-1, host, 7, host), IDENTITY)
         self._newcomer = Newcomer(home, text, 5)
         self.thread = threading.Thread(target=self._wait)
         self.thread.start()
@@ -64,48 +79,53 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of both sides. Rank 0 has no thread, and looks when a test says so."""
     clock = Clock()
-    monkeypatch.setattr(join_requests, "time", clock)
-    monkeypatch.setattr(JoinRequests, "_watch", lambda self: None)
+    for module in (newcomer, newcomers):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(Newcomers, "_watch", lambda self: None)
     return clock
 
 
-def present(requests: JoinRequests, count: int) -> list[int]:
-    wait_until(lambda: len(requests.present()) == count, 5)
-    return requests.present()
+def wait_for(run: Newcomers, count: int) -> None:
+    wait_until(lambda: run.look(at_once=True) == count, 5)
 
 
-def test_newcomers_are_called_in_order_of_arrival(home: SignedStore) -> None:
-    requests = JoinRequests(home, 5)
-    assert requests.present() == []
+def faults(run: Newcomers) -> list[str]:
+    run.look(at_once=True)
+    return [event.what for event in run.take_events(0) if isinstance(event, FaultEvent)]
+
+
+def test_newcomers_are_let_in_in_order_of_arrival(home: SignedStore) -> None:
+    run = entrance(home)
+    assert run.look(at_once=True) == 0
     first = Waiting(home, "a")
-    tickets = present(requests, 1)
+    wait_for(run, 1)
     second = Waiting(home, "b")
-    tickets = present(requests, 2)
-    assert [requests.text(ticket) for ticket in tickets] == ["a", "b"]
-    requests.let_in(tickets[:1], ["rank 2 of 3"])
+    wait_for(run, 2)
+    assert [str(place) for place in run.let_in(["rank 2 of 3"])] == ["a:7"]
     assert first.end() == "rank 2 of 3"
-    assert requests.present() == tickets[1:]
-    requests.close()
+    assert run.look(at_once=True) == run.waiting == 1
+    run.close()
     assert second.end() is None, "the run is over"
 
 
 def test_dismissed_newcomer_returns_none(home: SignedStore) -> None:
     waiting = Waiting(home, "a")
-    present(JoinRequests(home, 5), 1)
+    wait_for(entrance(home), 1)
     waiting.told_to_go = True
     assert waiting.end() is None
 
 
 def test_vanished_newcomer_is_removed(home: SignedStore, clock: Clock) -> None:
-    requests, newcomer = JoinRequests(home, 5), Newcomer(home, "a", 5)
-    clock.looks = requests._look
-    assert newcomer.wait(lambda: clock.now > 20) is None
-    (ticket,) = requests.present()
+    run = entrance(home)
+    clock.looks = run._read
+    text = newcomer_text(RankPlace(-1, "a", 7, "a"), IDENTITY)
+    assert Newcomer(home, text, 5).wait(lambda: clock.now > 20) is None
+    assert run.look(at_once=True) == 1
     for _ in range(2):
         clock.sleep(7)
-    assert requests.present() == []
-    assert requests.take_gone() == [ticket]
-    assert requests.take_gone() == []
+    assert faults(run) == ["a:7 waited to join and is gone"]
+    assert run.waiting == 0
+    assert faults(run) == []
 
 
 def test_silent_rank_0_times_out(home: SignedStore, clock: Clock) -> None:
@@ -116,26 +136,29 @@ def test_silent_rank_0_times_out(home: SignedStore, clock: Clock) -> None:
 
 def test_newcomer_waits_while_rank_0_is_busy(home: SignedStore, clock: Clock) -> None:
     """Rank 0 gives signs of life in a step that takes longer than the limit."""
-    clock.looks = JoinRequests(home, 2)._look
+    clock.looks = entrance(home, 2)._read
     assert Newcomer(home, "a", 2).wait(lambda: clock.now > 20) is None
 
 
 def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads on and on in a file that ends within a value."""
-    for module in (join_requests, store_module):
+    for module in (newcomers, store_module):
         monkeypatch.setattr(module, "_SLACK", 0.05)
     file = tmp_path / "store"
     store = SignedStore(dist.FileStore(str(file), 1))
-    requests, newcomer = JoinRequests(store, 0.1), Newcomer(store, "a", 0.1)
+    run, outside = entrance(store, 0.1), Newcomer(store, "a", 0.1)
     with file.open("ab", buffering=0) as other:
         other.write(b"\x08\0\0\0half")
     with pytest.raises(WaitTimeout, match="rank 0"):
-        newcomer.wait()
-    wait_until(lambda: requests.take_problem() is not None, 5)
-    assert requests.take_problem() is None, "once"
-    assert requests.present() == []
+        outside.wait()
+    told: list[str] = []
+    wait_until(lambda: bool(told.extend(faults(run)) or told), 5)
+    assert faults(run) == [], "once"
+    assert "nobody can join" in told[0]
+    assert run.waiting == 0
     with pytest.raises(WaitTimeout, match="the store of the run"):
-        requests.close()
+        run._send("over", "1")
+    run.close()
     with file.open("ab") as other:  # or torch's threads would go on reading in this process
         other.write(b"rest\0\0\0\0")
 
@@ -145,24 +168,25 @@ def test_newcomer_with_an_unreadable_text_disturbs_no_other(home: SignedStore) -
     store.claim("ticket/1")
     store.set("beat/1", "0")
     store.set("here/1", b"\xff\x1b[31m")
-    requests, waiting = JoinRequests(home, 5), Waiting(home, "a")
-    first, second = present(requests, 2)
-    requests.refuse(first, "it is none")
-    assert requests.text(second) == "a"
-    requests.close()
+    run, waiting = entrance(home), Waiting(home, "a")
+    wait_for(run, 1)
+    wait_until(lambda: store.find("refused/1") is not None, 5)
+    refused = "newcomer 1 wanted to join and was refused: what it says of itself cannot be read"
+    assert faults(run) == [refused]
+    run.close()
     assert waiting.end() is None
 
 
 def test_closed_store_is_an_error() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    newcomer = Newcomer(SignedStore(client), "a", 5)
+    outside = Newcomer(SignedStore(client), "a", 5)
     del server
     with pytest.raises(RankDied, match="rank 0"):
-        newcomer.wait()
+        outside.wait()
 
 
 @pytest.mark.parametrize("text", ["", "\x1b[31m", "[]", "3", '{"rank": 1}', "{}"])
-def test_text_that_is_no_join_request_is_an_error(text: str) -> None:
+def test_text_that_is_no_newcomers_is_an_error(text: str) -> None:
     with pytest.raises(RunError, match="what it says of itself"):
         newcomer_from(text)
