@@ -35,7 +35,7 @@ from dynmo.runtime.comm.proof import TRIES
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.staged import StagedReceive
 from dynmo.runtime.comm.store import find_missing, find_present
-from dynmo.runtime.comm.tree import MOST, Tree
+from dynmo.runtime.comm.tree import FEW, MOST, Tree
 
 _logger = logging.getLogger(__name__)
 
@@ -361,12 +361,12 @@ class World:
     def _complete(
         self, tensor: Tensor, small: Callable[[Tree, Tensor], None], operation: Any, what: str
     ) -> Tensor:
-        """Runs the collective `small` if the tensor is, and else the backend's operation."""
+        """Runs `small` on a small tensor of many ranks, and else the backend's operation."""
         if self.size > 1 and tensor.numel():
             self._check_groups()
             host = tensor.cpu() if self.staged else tensor
             try:
-                if host.is_cpu and host.nbytes <= MOST:
+                if host.is_cpu and self.size > FEW and host.nbytes <= MOST:
                     small(self._tree, host)
                 else:
                     dist.all_reduce(host, operation, group=self.process_group)

@@ -101,14 +101,16 @@ class RankSpeeds:
     def _samples(self, costs: Sequence[LayerCost]) -> list[Sample]:
         world, layout, model = self._store.world, self._store.layout, self._store.model
         count = len(costs)
-        table = torch.zeros(layout.replicas, count, 1 + _KINDS * 3, dtype=torch.float64)
-        table[:, sorted(self._changed), 0] = 1.0
+        own = torch.zeros(count, 1 + _KINDS * 3, dtype=torch.float64)
+        own[sorted(self._changed), 0] = 1.0
         for index in self._store.layers:
             readings = self._profiler.readings(index)
             if readings is not None and readings.halves is not None:
                 row = [*readings.seconds, *readings.halves[0], *readings.halves[1]]
-                table[world.replica, index, 1:] = torch.tensor(row, dtype=torch.float64)
-        world.everyone.largest(table, "everyone's readings")
+                own[index, 1:] = torch.tensor(row, dtype=torch.float64)
+        what = "everyone's readings"
+        table = world.peers.gather(world.largest(own, what), what)
+        table[:, :, 0] = table[:, :, 0].amax(0)
         rows: list[list[list[float]]] = table.tolist()
         work = model.work or ((1.0,) * _KINDS,) * count
         kinds = self._store.identity.kinds if model.work is None else ("",) * count

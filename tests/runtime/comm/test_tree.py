@@ -8,12 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.tree import Tree
+from tests.pool import Pool
 
 TAG = 5
 LIMIT = timedelta(seconds=10)
@@ -87,6 +90,21 @@ def test_all_ranks_have_the_whole(size: int) -> None:
     largest = torch.maximum(entries - 0.5, torch.full_like(entries, -0.5))
     assert torch.equal(wholes[0], torch.cat([entries, largest, entries.repeat_interleave(2)]))
     assert all(torch.equal(each, wholes[0]) for each in wholes)
+
+
+def sum_over_pipelines(world: Any) -> list[float]:
+    """Two threads sum at once: one over the peers, and one over everyone."""
+    with mock.patch("dynmo.runtime.comm.world.FEW", 1), ThreadPoolExecutor(1) as pool:
+        pipeline = arrange(world, 2)
+        over_peers = pool.submit(pipeline.peers.gather, torch.tensor([world.rank]), "a row")
+        all_ranks = pipeline.everyone.sum(torch.ones(1), "a sum")
+        own = pipeline.largest(torch.tensor([world.rank]), "the last rank")
+        return [*over_peers.result(10).flatten().tolist(), *own.tolist(), *all_ranks.tolist()]
+
+
+def test_tree_over_gloo(pool: Pool) -> None:
+    job = "tests.runtime.comm.test_tree:sum_over_pipelines"
+    assert pool.run(job, 4) == [[0, 1, 2, 4], [0, 1, 3, 4], [2, 3, 2, 4], [2, 3, 3, 4]]
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(8, 3), (24, 6), (64, 6), (90, 8)])
