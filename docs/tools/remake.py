@@ -100,6 +100,7 @@ RUNS = (
     Run("learning", "real", picture="learning"),
     Run("learning", "real", "--what experts", picture="learning_experts", file="learning_experts"),
     Run("long_run", "real", picture="long_run"),
+    Run("many_ranks", "real"),
     Run("overhead", "real"),
     Run("placement", "real"),
     Run("planner", "real"),  # it times the planning, too

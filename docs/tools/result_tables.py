@@ -26,6 +26,7 @@ from benchmarks import (
     learning,
     lemmas,
     long_run,
+    many_ranks,
     overhead,
     quality,
     repack_cases,
@@ -76,6 +77,10 @@ def result_tables() -> dict[str, str]:
         "repack ranks": _rows(repack_cases.rank_table(of_repack["cases"]), "24", "48"),
         "quality": _without(quality.table(result_of("quality.json")), "changes at steps"),
         "long_run": long_run.table(result_of("long_run.json")),
+        **{
+            f"many_ranks {name}": table
+            for name, table in many_ranks.tables(result_of("many_ranks.json")).items()
+        },
         "lemma 1": lemmas.lemma_1_table(result_of("placement.json")["lemmas"]["lemma_1"]),
         "lemma 2": lemmas.lemma_2_table(result_of("placement.json")["lemmas"]["lemma_2"]),
         "learning": _without(learning.table(result_of("learning.json")), "without exits"),

@@ -31,6 +31,7 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
+    "many_ranks --pipeline 4 --replicas 1 2 --rounds 1 --processes 2",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "sweeps --stride 15",
 )
@@ -241,6 +242,13 @@ def check_host(figures: dict[str, Any]) -> None:
         assert row["seconds"]["dynmo zb-h1"] > row["seconds"]["plain torch"]
 
 
+def check_many_ranks(figures: dict[str, Any]) -> None:
+    rows = {row["part"]: row for row in figures["rows"]}
+    assert rows["meet"]["messages"] == [5 * 4 + 2, 5 * 8 + 2]
+    assert rows["end a step"]["messages"] == [2, 3]
+    assert rows["agree on a decision"]["bytes"] == [2 * 16, 3 * 16]
+
+
 def check_planner(figures: dict[str, Any]) -> None:
     assert figures["uneven"]["failures"] == figures["uneven"]["cap_violations"] == 0
 
@@ -286,6 +294,7 @@ CHECKS = {
     "expert_parallel": check_expert_parallel,
     "finetune": check_finetune,
     "host": check_host,
+    "many_ranks": check_many_ranks,
     "placement": check_placement,
     "decision_path": check_decision_path,
     "planner": check_planner,
