@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import SplitLinear, WeightTape
+from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.span import Tensors
 from dynmo.schedule.op import Kind
@@ -304,6 +305,39 @@ def test_inner_activations_are_released_after_b() -> None:
         layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
         assert seen[0].expired()
         layer.backward_weight(0)
+
+
+def test_recomputed_layer_keeps_no_inner_activations() -> None:
+    """Neither in its graph nor as inputs of its linears."""
+    seen: list[StorageWeakRef] = []
+
+    def watched(_: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        seen.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    layer = layer_of(nn.Sequential(nn.Linear(6, 6), Net(watched), nn.Linear(6, 6)))
+    layer.recompute = True
+    with no_collection():
+        run_f(layer, torch.randn(3, 6, requires_grad=True))
+        assert [ref.expired() for ref in seen] == [True]
+
+
+def test_run_to_compare_leaves_the_products_of_f() -> None:
+    """The first F runs again if it writes to a buffer beside the model's state."""
+
+    def count(module: nn.Module, x: Tensor) -> Tensor:
+        module.get_buffer("seen").add_(1)
+        return module.get_submodule("line")(x)
+
+    module, x = Net(count, line=nn.Linear(6, 4)), torch.randn(3, 6)
+    module.register_buffer("seen", torch.zeros(()), persistent=False)
+    layer = Layer(3, module, HostClock(), 0, others=dict)
+    run_f(layer, x)
+    assert module.get_buffer("seen") == 1, "a run to compare with leaves no trace"
+    layer.backward_input(0, (torch.ones(3, 4),), deferred=True)
+    layer.backward_weight(0)
+    assert torch.equal(module.get_parameter("line.weight").grad, torch.ones(4, 3) @ x)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -180,7 +180,13 @@ def test_backward_within_f_ends_at_the_layers_inputs() -> None:
         return y
 
     torch.manual_seed(0)
-    check([linear(), net(run)], torch.randn(4, 5, 6), is_exact=False)
+    modules, batch = [linear(), net(run)], torch.randn(4, 5, 6)
+    check(modules, batch, is_exact=False)
+    joined, apart = copy.deepcopy(modules), copy.deepcopy(modules)
+    trained(joined, batch, joined=True, deferred=True)
+    trained(apart, batch, joined=False, deferred=True)
+    for one, other in zip(joined, apart, strict=True):
+        assert_same(gradients_of(one), gradients_of(other))
 
 
 def test_evaluation_keeps_no_inputs() -> None:
