@@ -337,7 +337,8 @@ def test_run_to_compare_leaves_the_products_of_f() -> None:
     assert module.get_buffer("seen") == 1, "a run to compare with leaves no trace"
     layer.backward_input(0, (torch.ones(3, 4),), deferred=True)
     layer.backward_weight(0)
-    assert torch.equal(module.get_parameter("line.weight").grad, torch.ones(4, 3) @ x)
+    expected = torch.ones(4, 3) @ x
+    torch.testing.assert_close(gradients_of(module)["line.weight"], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -380,6 +381,29 @@ def test_a_late_write_to_the_input_is_named() -> None:
         run_f(layer, torch.randn(3, 6).requires_grad_(), j=j)
     with pytest.raises(RunError, match="writes to its input or to a parameter in place, which"):
         run_f(layer, torch.randn(3, 6).requires_grad_(), j=2)
+
+
+def test_late_write_to_the_input_of_a_linear_is_refused() -> None:
+    def late(m: Any, x: Tensor) -> Tensor:
+        hidden = 2 * m.one(x)
+        y = m.two(hidden)
+        hidden.add_(1)
+        return y
+
+    layer = layer_of(Net(late, one=nn.Linear(6, 6), two=nn.Linear(6, 6)))
+    run_f(layer, torch.randn(3, 6))
+    with pytest.raises(RuntimeError, match="the input of a linear was written to in place"):
+        layer.backward_input(0, (torch.ones(3, 6),), deferred=True)
+
+
+def test_bias_waits_with_its_weight() -> None:
+    layer = layer_of(nn.Linear(6, 4))
+    run_f(layer, torch.randn(3, 6))
+    layer.backward_input(0, (torch.ones(3, 4),), deferred=True)
+    assert set(gradients_of(layer.module).values()) == {None}
+    layer.backward_weight(0)
+    bias = gradients_of(layer.module)["bias"]
+    torch.testing.assert_close(bias, torch.full((4,), 3.0))
 
 
 def test_clear_drops_microbatches_in_flight() -> None:

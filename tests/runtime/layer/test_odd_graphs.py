@@ -66,6 +66,10 @@ def another_by_itself(m: Any, x: Tensor) -> Tensor:
     return m.a(x) + m.b(x) * (m.a if is_odd(x) else m.b).weight.sum()
 
 
+def bias_by_itself(m: Any, x: Tensor) -> Tensor:
+    return m.a(x) * m.a.bias
+
+
 def by_itself_at_times(m: Any, x: Tensor) -> Tensor:
     return (x.unsqueeze(-2) * m.a.weight).sum(-1) if is_odd(x) else m.a(x)
 
@@ -95,6 +99,7 @@ KINDS: dict[str, tuple[Callable[[], list[nn.Module]], bool]] = {
         hook_on_an_output,
         hook_on_an_input,
         another_by_itself,
+        bias_by_itself,
         in_and_beside_a_checkpoint,
         transposed,
     )
