@@ -163,22 +163,11 @@ class Elasticity:
         """Changes the ranks before a step, if that is called for."""
         if not self.acts(step):
             return False
-        self._called = False
-        plan = self._plan(step)
-        if plan is None or plan.ranks == self._everyone.size:
+        self._called, size = False, self._everyone.size
+        plan = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
+        if plan is None or plan.ranks == size:
             return False
-        return (
-            self._shrink(step, plan)
-            if plan.ranks < self._everyone.size
-            else self._grow(step, plan, state)
-        )
-
-    def _plan(self, step: int) -> _Plan | None:
-        if self.options.elastic.reshape_at:
-            return self._planned(step)
-        if not self._rebalancer.measured:
-            return None
-        return self._ask_planner(step, self._everyone.size + self._newcomers_waiting())
+        return self._shrink(step, plan) if plan.ranks < size else self._grow(step, plan, state)
 
     def _planned(self, step: int) -> _Plan | None:
         """Returns the config's mesh for this step, unless its newcomers do not come."""
@@ -191,8 +180,11 @@ class Elasticity:
         partition = first_partition(self.options, self._pipeline.model.layers, shape[0])
         return _Plan(NextMesh(*shape, partition, self.options.all_microbatches), "planned")
 
-    def _ask_planner(self, step: int, there: int) -> _Plan | None:
+    def _ask_planner(self, step: int) -> _Plan | None:
+        if not self._rebalancer.measured:
+            return None
         elastic, size = self.options.elastic, self._everyone.size
+        there = size + self._newcomers_waiting()
         nodes = [place.node for place in self._places()]
         rules = rules_of(self.options, self._pipeline, "ranks")
         rules = replace(rules, there=there, most=self._most)

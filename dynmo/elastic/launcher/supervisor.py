@@ -250,7 +250,7 @@ class Supervisor:
         while True:
             now = time.monotonic()
             self._pass_on_signals()
-            if now >= next_look or any(not p.ended and p.code is not None for p in self._outside):
+            if now >= next_look:
                 self._look()
                 next_look = now + _LOOK
             codes = {process.number: process.code for process in self._ranks}

@@ -196,7 +196,7 @@ class SlurmStarter:
         node_of = [nodes[each * len(nodes) // size] for each in range(size)]
         node = node_of[rank.process]
         place = (node_of[: rank.process].count(node), node_of.count(node))
-        env = {**os.environ, **rank.environment, **_local_ranks(*place)}
+        env = {**rank.environment, **_local_ranks(*place)}
         options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
         self._steps.append(SlurmProcess(rank, options, env, node))
         return self._steps[-1]
