@@ -21,11 +21,12 @@ from benchmarks.harness import OPTIMIZER
 from dynmo.cases.pruning.sparse_linear import linears
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
+from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepResult, TokensEvent
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.train.setup import model_of
@@ -209,7 +210,9 @@ class RacingSide:
         self.trainer.advance()
         self._world.barrier("the step to end")
         self.seconds.append(time.perf_counter() - start)
-        self._costs.append(self.trainer.pipeline.costs())  # for the ideal alone: nobody's time
+        self._costs.append(
+            self.trainer.pipeline.measured.costs()
+        )  # for the ideal alone: nobody's time
 
     def finish(self) -> None:
         """Ends the run, and closes its channels."""
@@ -268,17 +271,17 @@ def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
 
 def noted(pipeline: Engine) -> list[tuple[float, float]]:
     """Records the seconds of each step on this rank from now on."""
-    advance, seconds = pipeline.advance, list[tuple[float, float]]()
+    train, seconds = pipeline.train, list[tuple[float, float]]()
 
-    def noting(*args: Any, **options: Any) -> tuple[StepRecord, ...]:
-        results = advance(*args, **options)
+    def noting(batch: StepBatch, settings: StepSettings) -> tuple[StepRecord, ...]:
+        results = train(batch, settings)
         for result in results:
             slices = result.step_output.intervals
             busy = math.fsum(x.end - x.start for x in slices if x.kind not in (WAIT, SEND))
             seconds.append((slices[-1].end - slices[0].start, busy))
         return results
 
-    pipeline.advance = noting
+    pipeline.train = noting
     return seconds
 
 
@@ -299,7 +302,7 @@ def account(
 ) -> dict[str, Any]:
     """Describes one side of one round as plain JSON."""
     changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)} | set(drifts))
-    steps = [e for e in events if isinstance(e, StepEvent)]
+    steps = [e for e in events if isinstance(e, StepResult)]
     end = next(e for e in events if isinstance(e, EndEvent))
     return {
         "seconds": seconds,

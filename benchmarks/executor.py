@@ -46,8 +46,9 @@ from dynmo.plan.bisection import exact
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
@@ -61,11 +62,11 @@ def timed(world: Meeting, pipeline: Engine, inputs: Tensor, targets: Tensor) -> 
 
     def step() -> float:
         start = start_together()
-        pipeline.forward_backward(0, inputs, targets)
+        pipeline.programs.train(StepBatch(inputs, targets), 0, 1.0)
         seconds = torch.zeros(world.size, dtype=torch.float64)
         seconds[world.rank] = time.perf_counter() - start
         world.sum(seconds, "the step to end")
-        pipeline.discard()
+        pipeline.optimizer_step.discard()
         return float(seconds.max())
 
     return step
@@ -83,7 +84,7 @@ def without_barrier(
         world.barrier("the run to start")
         ends: list[float] = []
         for step in range(STEPS):
-            results = pipeline.advance(step, batch, batch, lr=0.0)
+            results = pipeline.train(StepBatch(batch, batch), StepSettings(step, 0.0))
             busy.extend(max(result.busy) for result in results)
             ends.append(time.perf_counter())
         busy.extend(max(result.busy) for result in pipeline.drain())
@@ -100,7 +101,7 @@ def emulated(world: Meeting, microbatches: int, milliseconds: int, rounds: int) 
     seconds = milliseconds / 1000
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
     pipelines = {
-        name: sleeping_pipeline(world, seconds, StepOptions(name, microbatches=microbatches))
+        name: sleeping_pipeline(world, seconds, EngineOptions(name, microbatches=microbatches))
         for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")
     }
     sides = {
@@ -153,15 +154,13 @@ def emulated(world: Meeting, microbatches: int, milliseconds: int, rounds: int) 
     }
 
 
-def sleeping_pipeline(
-    world: Meeting, seconds: float, step: StepOptions, update: UpdateOptions | None = None
-) -> Engine:
+def sleeping_pipeline(world: Meeting, seconds: float, options: EngineOptions) -> Engine:
     """Makes a pipeline of emulated layers, one on each stage."""
-    chunks = chunks_of(step.schedule)
+    chunks = chunks_of(options.schedule)
     stages = world.size * chunks
     times = [seconds / chunks] * stages
     model = make_layers(times, times, times, MESSAGE_BYTES // 4)
-    return Engine(world, model, uniform(stages, stages), step, update=update or UpdateOptions())
+    return Engine(world, model, uniform(stages, stages), options)
 
 
 def zb_2p_pipeline(
@@ -171,8 +170,8 @@ def zb_2p_pipeline(
 
     The costs are the ops' sleeps, and activations of which half stay until W.
     """
-    step = StepOptions("zb-auto", microbatches=microbatches)
-    pipeline = sleeping_pipeline(world, seconds, step, UpdateOptions(post_validation=True))
+    options = EngineOptions("zb-auto", microbatches, post_validation=True)
+    pipeline = sleeping_pipeline(world, seconds, options)
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
     without_barrier(world, pipeline, batch, [])()
     memory = {"activation_bytes": 1_000_000, "stash_bytes": 500_000}
@@ -236,15 +235,18 @@ def real(world: Meeting, microbatches: int, rounds: int, hidden: int) -> dict[st
     sides |= torch_sides(model, weights, inputs, targets)
     measured = medians(alternate(sides, rounds, warmup=2))
     best, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
+    simulated = predicted()
     return {
         "microbatches": microbatches,
         "hidden": hidden,
         "layers_per_rank": list(exact(weights, world.size).counts),
         "measured": measured,
-        "predicted": predicted(),
+        "predicted": simulated,
         "best_peer": best,
         "best_own": own,
         "speedup": measured[best] / measured[own],
+        # No executor without overhead could do better with these schedules.
+        "speedup_limit": measured[best] / min(simulated.values()),
     }
 
 
@@ -265,7 +267,7 @@ def own_pipelines(
             world,
             model,
             uniform(model.layers, count),
-            StepOptions(name, microbatches=len(inputs)),
+            EngineOptions(name, microbatches=len(inputs)),
         )
         for name, count in stages.items()
     }

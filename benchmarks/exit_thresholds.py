@@ -55,7 +55,7 @@ class Evaluation:
         assert isinstance(loader, DataLoader)  # text
         self._inputs, self._targets, _ = loader.held_out(self._batches)
         self._tokens = self._batches * train.micro_batch * trainer.config.model.sequence
-        self._heads = [x for x in self._pipeline.modules.values() if isinstance(x, ExitHead)]
+        self._heads = [x for x in self._pipeline.mesh.modules.values() if isinstance(x, ExitHead)]
         self._exited: Counter[nn.Module] = Counter()
         for head in self._heads:
             head.register_forward_hook(self._count)

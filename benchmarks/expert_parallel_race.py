@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness import OPTIMIZER
 from dynmo.cases.experts.layers import ExpertsHalf
 from dynmo.config import parse
-from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
+from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepResult
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.split import WeightTape
 from dynmo.models.gpt import AttentionHalf
@@ -190,8 +190,8 @@ def _account(seconds: list[float], slept: list[list[float]], events: list[Event]
     return {
         "seconds": seconds,
         "slept": slept,
-        "idle": [event.idle_ratio for event in events if isinstance(event, StepEvent)],
-        "layers": [list(event.layers) for event in events if isinstance(event, StepEvent)][-1],
+        "idle": [event.idle_ratio for event in events if isinstance(event, StepResult)],
+        "layers": [list(event.layers) for event in events if isinstance(event, StepResult)][-1],
         "moves": [
             [event.step, list(event.target)]
             for event in events

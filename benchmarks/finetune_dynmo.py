@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import start_together
+from benchmarks.harness import run_step, start_together
 from benchmarks.noise import in_order
 from benchmarks.ragged import Step
 from dynmo.cost.layer_cost import LayerCost
@@ -19,9 +19,10 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import SEND, WAIT
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.op import Kind, Op, Schedule
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "zb-auto")
@@ -56,14 +57,14 @@ class OwnSide:
     def _step(self, batch: tuple[Any, Any], ops: dict[Op, list[float]]) -> float:
         engine = self.engine
         start = start_together()
-        output = engine.forward_backward(0, *batch)
+        output = engine.programs.train(StepBatch(*batch), 0, 1.0)
         seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         engine.store.world.largest(seconds, "the step to end")
         for kind, stage, microbatch, begun, ended in output.intervals:
             known = None if kind in (WAIT, SEND) else engine.clock.seconds(begun, ended)
             if known is not None:
                 ops[Op(Kind(kind), stage, microbatch)].append(known)
-        engine.discard()
+        engine.optimizer_step.discard()
         return seconds.item()
 
     def replan(self, costs: tuple[LayerCost, ...]) -> None:
@@ -75,7 +76,7 @@ class OwnSide:
 
     def loss_and_norm(self) -> tuple[float, float]:
         """Returns the loss and the gradient norm of the first step. No weight changes."""
-        record = self.engine.step(0, *self._batches[0], lr=0.0)
+        record = run_step(self.engine, 0, *self._batches[0])
         return record.loss, record.norm
 
     def limit(self) -> float:
@@ -102,7 +103,7 @@ def own_side(
     costs: tuple[LayerCost, ...] | None = None,
 ) -> OwnSide:
     """Makes a side whose schedule rests on these costs, or else on costs that it measures."""
-    engine = Engine(world, model, cut, StepOptions(schedule, microbatches=len(steps[0])))
+    engine = Engine(world, model, cut, EngineOptions(schedule, microbatches=len(steps[0])))
     side = OwnSide(engine, steps)
     if costs is None:
         for _ in range(2):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.cost_traces import profile_of
-from benchmarks.harness import run_ranks
+from benchmarks.harness import run_ranks, run_step
 from benchmarks.output import main
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs, LayerCost
@@ -30,7 +30,7 @@ from dynmo.plan.placement import place
 from dynmo.plan.problem import Mesh, Problem
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 
@@ -56,7 +56,7 @@ class TimedPipeline:
         world = self._world
         world.barrier("the step to start")
         start = time.perf_counter()
-        self.pipeline.step(self._steps, *self._batches.train(self._steps), lr=3e-4, max_norm=1.0)
+        run_step(self.pipeline, self._steps, *self._batches.train(self._steps), 3e-4, 1.0)
         seconds = torch.zeros(world.size, dtype=torch.float64)
         seconds[world.rank] = time.perf_counter() - start
         self._steps += 1
@@ -94,7 +94,7 @@ def balanced(
     model = model_of(config)
     batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
-    options = StepOptions("zb-h1", microbatches=microbatches, alternatives=("v-auto",))
+    options = EngineOptions("zb-h1", microbatches=microbatches, alternatives=("v-auto",))
     pipeline = Engine(world, model, static, options)
     actions, timed = Actions(pipeline), TimedPipeline(world, pipeline, batches)
     timed.run(2)

@@ -129,7 +129,7 @@ def side(world: Meeting, layers: list[nn.Module], ids: Tensor) -> dict[str, Any]
         pipeline.step({"ids": ids, "labels": ids.roll(-1, 1)})
     row = torch.tensor([sent["forwards"], sent["backwards"]])
     forwards, backwards = world.sum(row, "the bytes of all ranks").tolist()
-    kept = sum(cost.activation_bytes for cost in pipeline.costs())
+    kept = sum(cost.activation_bytes for cost in pipeline.measured.costs())
     figures = {"forwards": forwards, "backwards": backwards, "kept": kept}
     return figures | {"digest": pipeline.digest()}
 

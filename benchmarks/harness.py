@@ -31,11 +31,29 @@ from dynmo.schedule.op import Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dynmo.runtime.engine.batch_check import Inputs, Targets
+    from dynmo.runtime.engine.engine import Engine
+    from dynmo.runtime.engine.step_reduction import StepRecord
     from dynmo.runtime.layer.layer import Layer
 
 Taken = TypeVar("Taken")
 # Of runs whose loss is a figure.
 OPTIMIZER = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+def run_step(
+    engine: Engine,
+    step: int,
+    inputs: Inputs,
+    targets: Targets,
+    lr: float = 0.0,
+    max_norm: float = 0.0,
+) -> StepRecord:
+    """Trains on a batch, and waits until the step is final."""
+    from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
+
+    settings = StepSettings(step, lr, max_norm)
+    return (engine.train(StepBatch(inputs, targets), settings) + engine.drain())[-1]
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:

@@ -41,7 +41,7 @@ from benchmarks.output import add_number, markdown, parser_of, print_tables, run
 from benchmarks.torch_peer import TorchPeer
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.models.sequential import Sequential
-from dynmo.pipeline.options import ScheduleName
+from dynmo.pipeline.options import ScheduleName, grouped
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.plan.options import Balance
 from dynmo.runtime.comm.meeting import Meeting
@@ -150,7 +150,12 @@ def own(
 ) -> Pipeline:
     model, optimizer = Sequential(layers, loss), partial(torch.optim.AdamW, lr=0.0)
     return Pipeline(
-        model, world, microbatches=MICROBATCHES, schedule=schedule, optimizer=optimizer, **given
+        model,
+        world,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        optimizer=optimizer,
+        **grouped(given),
     )
 
 
@@ -164,7 +169,10 @@ def one_rank(world: Meeting, hidden: int, rounds: int) -> dict[str, Any]:
     sides |= {f"dynmo {name}": partial(x.step, *given) for name, x in pipelines.items()}
     seconds = in_turn(sides, rounds)
     return compared(seconds, "plain torch", "dynmo 1f1b") | {
-        "parts": {name: parts(x.costs(), seconds[f"dynmo {name}"]) for name, x in pipelines.items()}
+        "parts": {
+            name: parts(x.measured.costs(), seconds[f"dynmo {name}"])
+            for name, x in pipelines.items()
+        }
     }
 
 
@@ -183,7 +191,7 @@ def middle_rank(world: Meeting, hidden: int, rounds: int) -> dict[str, Any]:
     layers = [Scale(), *blocks(hidden), nn.Linear(hidden, CLASSES)]
     pipeline = own(world, layers, "zb-h1", balance=Balance(balancer="none", initial=(1, BLOCKS, 1)))
     seconds = in_turn({"dynmo zb-h1": partial(pipeline.step, *batch(hidden))}, rounds)
-    costs, told = pipeline.costs()[1:-1], torch.zeros(2, dtype=torch.float64)
+    costs, told = pipeline.measured.costs()[1:-1], torch.zeros(2, dtype=torch.float64)
     if world.rank == 1:
         told[0] = seconds["dynmo zb-h1"]
         told[1] = in_turn({"alone": blocks_alone(hidden)}, rounds)["alone"]

@@ -25,7 +25,7 @@ from dynmo.events import (
     PostValidationEvent,
     RebalanceEvent,
     RollbackEvent,
-    StepEvent,
+    StepResult,
 )
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
@@ -90,7 +90,7 @@ def train(world: Meeting, steps: int, turn: int, **sizes: int) -> dict[str, Any]
 
 
 def _account(events: list[Event], seconds: list[float], turn: int) -> dict[str, Any]:
-    losses = [event.loss for event in events if isinstance(event, StepEvent)]
+    losses = [event.loss for event in events if isinstance(event, StepResult)]
     rollbacks = [event for event in events if isinstance(event, RollbackEvent)]
     return {
         "seconds": math.fsum(seconds),

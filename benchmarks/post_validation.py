@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import alternate, medians, run_ranks
+from benchmarks.harness import alternate, medians, run_ranks, run_step
 from benchmarks.output import main
 from benchmarks.published import table_5
 from dynmo.models.emulated import make_layers
@@ -39,8 +39,9 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
+from dynmo.runtime.options import EngineOptions
 
 MESSAGE_BYTES = 16384
 SCHEDULES = ("zb-auto", "zb-h2")
@@ -56,18 +57,13 @@ def steps_of(world: Meeting, pipeline: Engine, steps: int, every: int = 0) -> Ca
         limit = 0.0
         if every:
             # The norm of all ranks together is just over the limit, that of the first ranks is not.
-            limit = 0.9 * pipeline.step(0, batch, batch, lr=0.0).norm
+            limit = 0.9 * run_step(pipeline, 0, batch, batch).norm
         world.barrier("the run to start")
         ends: list[float] = []
         taken_back = 0
         for step in range(steps):
-            results = pipeline.advance(
-                step,
-                batch,
-                batch,
-                lr=0.0,
-                max_norm=limit if every and step % every == every // 2 else 0.0,
-            )
+            max_norm = limit if every and step % every == every // 2 else 0.0
+            results = pipeline.train(StepBatch(batch, batch), StepSettings(step, 0.0, max_norm))
             taken_back += sum(result.rollback is not None for result in results)
             ends.append(time.perf_counter())
         taken_back += sum(result.rollback is not None for result in pipeline.drain())
@@ -103,8 +99,9 @@ def sleeping_pipeline(
         world,
         make_layers([op.f] * ranks, [op.b] * ranks, [op.w] * ranks, size),
         uniform(ranks, ranks),
-        StepOptions(schedule, microbatches=microbatches),
-        update=UpdateOptions(post_validation=post_validation, rollback="exact"),
+        EngineOptions(
+            schedule, microbatches=microbatches, post_validation=post_validation, rollback="exact"
+        ),
     )
     steps_of(world, pipeline, 3)()
     # Schedules are made for the ops' sleeps, and not for what else this machine was doing. The

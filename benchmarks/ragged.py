@@ -54,8 +54,9 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import chunks_of
 from dynmo.train.setup import model_of
 
@@ -143,7 +144,7 @@ def own_sides(
             world,
             model,
             uniform(model.layers, world.size * chunks_of(name)),
-            StepOptions(name, microbatches=microbatches),
+            EngineOptions(name, microbatches=microbatches),
         )
         for name in OWN
     }
@@ -164,10 +165,13 @@ def own_sides(
 def has_same_loss(world: Meeting, model: Model, step: Step) -> bool:
     """Returns whether a list and its padded form have the same loss."""
     engine = Engine(
-        world, model, uniform(model.layers, world.size), StepOptions("1f1b", microbatches=len(step))
+        world,
+        model,
+        uniform(model.layers, world.size),
+        EngineOptions("1f1b", microbatches=len(step)),
     )
     ragged, whole = (
-        engine.evaluate(inputs, targets, len(step))
+        engine.evaluate(StepBatch(inputs, targets), len(step))
         for inputs, targets in (_listed(step), _stacked(padded(step)))
     )
     return abs(ragged - whole) < 1e-5 * whole

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import alternate, run_ranks
+from benchmarks.harness import alternate, run_ranks, run_step
 from benchmarks.output import main
 from dynmo.config import parse
 from dynmo.plan.partition import uniform
@@ -34,8 +34,7 @@ from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
-from dynmo.runtime.state.layer_options import ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 
 HIDDEN, STATE = 0.5, 0.55
@@ -73,8 +72,7 @@ class ReplicatedPipeline:
             here,
             loaded,
             uniform(loaded.layers, here.size),
-            StepOptions("zb-h1", microbatches=MICROBATCHES),
-            replicas=ReplicaOptions(accumulation_groups=2, zero=zero),
+            EngineOptions("zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero),
         )
         self._text = text
         self._reductions: list[tuple[float, float]] = []
@@ -83,7 +81,7 @@ class ReplicatedPipeline:
         """Runs one step, and returns its seconds."""
         pipeline, text, count = self.pipeline, self._text, len(self._reductions)
         before, start = pipeline.store.replicas.seconds, time.perf_counter()
-        pipeline.step(count, text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
+        run_step(pipeline, count, text[..., :-1], text[..., 1:], 1e-3, 1.0)
         end = time.perf_counter()
         worked, waited = pipeline.store.replicas.seconds
         self._reductions.append((worked - before[0], waited - before[1]))

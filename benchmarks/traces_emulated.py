@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cost_traces import Layers, best, dense, in_halves, name_of, timeline, trace
-from benchmarks.harness import medians
+from benchmarks.harness import medians, run_step
 from benchmarks.output import markdown
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
@@ -23,7 +23,7 @@ from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 
 MOMENT = 18  # of 24
 
@@ -136,7 +136,7 @@ def sleeping_pipeline(
 ) -> Engine:
     """Makes a pipeline of layers that sleep."""
     model = make_layers(*([unit * getattr(x, key) for x in layers] for key in "fbw"), size=size)
-    return Engine(world, model, placement, StepOptions("zb-h1", microbatches=2 * world.size))
+    return Engine(world, model, placement, EngineOptions("zb-h1", microbatches=2 * world.size))
 
 
 def in_turn(
@@ -157,7 +157,7 @@ def in_turn(
             for turn in range(steps + 1):
                 world.barrier("the step to start")
                 start = time.perf_counter()
-                result = pipeline.step(counter, data, data, lr=0.0)
+                result = run_step(pipeline, counter, data, data)
                 counter += 1
                 if turn:  # the first step after a move opens channels
                     times[name].append(

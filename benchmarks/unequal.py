@@ -29,7 +29,7 @@ import torch
 import dynmo
 from benchmarks import harness
 from benchmarks.output import main, markdown
-from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepEvent
+from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepResult
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
 from dynmo.plan.placement import place
@@ -123,8 +123,8 @@ class _Run:
             microbatches=MICROBATCHES,
             schedule=SCHEDULE,
             optimizer=dynmo.SGD(lr=0.0, momentum=0.9),
-            listen=self._events.append,
             steps=10_000,
+            log=dynmo.Log(listen=self._events.append),
         )
 
     def train(self, steps: int) -> None:
@@ -132,7 +132,7 @@ class _Run:
             self.pipeline.step(*self._batch)
 
     def begin_again(self) -> None:
-        self._first = sum(isinstance(event, StepEvent) for event in self._events)
+        self._first = sum(isinstance(event, StepResult) for event in self._events)
 
     def figures(self, speeds: tuple[float, ...], seconds: float | None = None) -> dict[str, Any]:
         """Returns the figures of the steps since the speeds were these.
@@ -142,14 +142,14 @@ class _Run:
             seconds: True seconds of F, B and W of each layer. None: the measured ones.
         """
         events = [event for event in self._events if event.step >= self._first]
-        steps = [event for event in events if isinstance(event, StepEvent)]
+        steps = [event for event in events if isinstance(event, StepResult)]
         moves = [event for event in events if isinstance(event, RebalanceEvent)]
         told = [event for event in events if isinstance(event, SpeedsEvent)]
         moved = moves[0].step if moves else steps[-1].step
         # The first step opens channels.
         even = [x.seconds for x in steps if x.step < moved][1:] or [steps[0].seconds]
         settled = [x.seconds for x in steps if not moves or x.step > moves[-1].step]
-        profile = self.pipeline.profile()
+        profile = self.pipeline.measured.profile()
         if seconds is not None:
             layers = tuple(replace(x, f=seconds, b=seconds, w=seconds) for x in profile.layers)
             profile = replace(profile, layers=layers)
@@ -166,7 +166,7 @@ class _Run:
             "measured_speeds": list(told[-1].speeds) if told else [1.0] * len(speeds),
             "moved_after_steps": moved - self._first,
             "moves": len(moves),
-            "layers": list(self.pipeline.partition.counts),
+            "layers": list(self.pipeline.mesh.partition.counts),
             "best_layers": list(best.partition.counts),
         }
 

@@ -30,7 +30,7 @@ from dynmo.plan.balancers import balancer
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 LAYERS = 32
@@ -60,7 +60,7 @@ def uneven(world: Meeting, milliseconds: int, microbatches: int, rounds: int) ->
     for name in SCHEDULES:
         placement = uniform(LAYERS, world.size * chunks_of(name))
         pipelines[name] = Engine(
-            world, model, placement, StepOptions(name, microbatches=microbatches)
+            world, model, placement, EngineOptions(name, microbatches=microbatches)
         )
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
@@ -68,7 +68,7 @@ def uneven(world: Meeting, milliseconds: int, microbatches: int, rounds: int) ->
     start = time.perf_counter()
     chosen, target = choose(pipelines)
     planning = time.perf_counter() - start
-    plan = Engine(world, model, target, StepOptions(chosen, microbatches=microbatches))
+    plan = Engine(world, model, target, EngineOptions(chosen, microbatches=microbatches))
     sides["plan"] = timed(world, plan, batch, batch)
     sides["plan"]()
     Actions(plan).replan(plan.costs())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dynmo.cost.layer_cost import Forecast as Forecast
     from dynmo.cost.layer_cost import LayerCost as LayerCost
     from dynmo.errors import DynmoError as DynmoError
+    from dynmo.events import StepResult as StepResult
     from dynmo.kernels.deferral import register_split as register_split
     from dynmo.metrics import Csv as Csv
     from dynmo.metrics import TensorBoard as TensorBoard
@@ -46,11 +47,13 @@ if TYPE_CHECKING:
     from dynmo.pipeline.options import SGD as SGD
     from dynmo.pipeline.options import AdamW as AdamW
     from dynmo.pipeline.options import LearningRate as LearningRate
+    from dynmo.pipeline.options import Log as Log
+    from dynmo.pipeline.options import Parallel as Parallel
     from dynmo.pipeline.options import PipelineOptions as PipelineOptions
+    from dynmo.pipeline.options import Training as Training
     from dynmo.pipeline.pipeline import Pipeline as Pipeline
     from dynmo.pipeline.start import World as World
     from dynmo.pipeline.start import init as init
-    from dynmo.pipeline.step_result import StepResult as StepResult
     from dynmo.plan.options import Balance as Balance
     from dynmo.plan.options import Elastic as Elastic
     from dynmo.plan.partition import Partition as Partition
@@ -73,9 +76,11 @@ _HOMES = {
     "Layers": "dynmo.pipeline.case",
     "LearningRate": "dynmo.pipeline.options",
     "Loader": "dynmo.pipeline.loader",
+    "Log": "dynmo.pipeline.options",
     "MixtureOfDepths": "dynmo.cases.mixture_of_depths",
     "Model": "dynmo.models.model",
     "ModelOptions": "dynmo.models.options",
+    "Parallel": "dynmo.pipeline.options",
     "Partition": "dynmo.plan.partition",
     "Pipeline": "dynmo.pipeline.pipeline",
     "PipelineOptions": "dynmo.pipeline.options",
@@ -85,8 +90,9 @@ _HOMES = {
     "Sequential": "dynmo.models.sequential",
     "Signals": "dynmo.pipeline.case",
     "SparseAttention": "dynmo.cases.sparse_attention",
-    "StepResult": "dynmo.pipeline.step_result",
+    "StepResult": "dynmo.events",
     "TensorBoard": "dynmo.metrics",
+    "Training": "dynmo.pipeline.options",
     "WandB": "dynmo.metrics",
     "World": "dynmo.pipeline.start",
     "dry_run": "dynmo.pipeline.dry_run",
@@ -113,9 +119,11 @@ __all__ = [
     "Layers",
     "LearningRate",
     "Loader",
+    "Log",
     "MixtureOfDepths",
     "Model",
     "ModelOptions",
+    "Parallel",
     "Partition",
     "Pipeline",
     "PipelineOptions",
@@ -126,6 +134,7 @@ __all__ = [
     "SparseAttention",
     "StepResult",
     "TensorBoard",
+    "Training",
     "WandB",
     "World",
     "__version__",

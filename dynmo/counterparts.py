@@ -5,9 +5,9 @@ The other trainers are transformers' Trainer, TRL, Axolotl and DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from inspect import signature
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from inspect import Parameter, signature
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from dynmo.errors import ConfigError
@@ -34,7 +34,7 @@ class Counterpart(NamedTuple):
 
 # A row goes on in lines that begin with spaces.
 _TABLE = """
-per_device_train_batch_size micro_batch_size | train.micro_batch | Pipeline(micro_batch=) | samples
+per_device_train_batch_size micro_batch_size | train.micro_batch | Training(micro_batch=) | samples
   of a microbatch
 gradient_accumulation_steps | train.global_batch | Pipeline(microbatches=) | the global batch is
   micro_batch * replicas * steps of accumulation
@@ -54,18 +54,18 @@ min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs | train.min_lr_ratio 
 optim | train.optimizer | Pipeline(optimizer=) | adamw, sgd, one of torch, or yours
 adam_beta1 adam_beta2 | train.betas | AdamW(betas=) | both in a list
 adam_epsilon | train.eps | AdamW(eps=) | epsilon of AdamW
-gradient_clipping clip_grad_norm | train.max_grad_norm | Pipeline(max_grad_norm=) | 0 never clips
+gradient_clipping clip_grad_norm | train.max_grad_norm | Training(max_grad_norm=) | 0 never clips
 bf16 bfloat16 | train.precision = "bfloat16" | Pipeline(precision="bfloat16") | with float32 master
   weights
 fp16 | train.precision = "float16" | Pipeline(precision="float16") | with float32 master weights
   and a loss scale
 dtype torch_dtype | train.precision | Pipeline(precision=) | the type that layers compute in
 gradient_checkpointing activation_checkpointing | train.recompute = "auto" |
-  Pipeline(recompute="auto") | as many layers as the memory limit needs; all recomputes every layer
+  Training(recompute="auto") | as many layers as the memory limit needs; all recomputes every layer
 attn_implementation flash_attention flash_attn | | | attention is the default of
   transformers, sdpa
-torch_compile | train.compile = true | Pipeline(compile=True) | off by default
-use_liger_kernel liger_fused_linear_cross_entropy | train.head_tokens | Pipeline(head_tokens=) |
+torch_compile | train.compile = true | Training(compile=True) | off by default
+use_liger_kernel liger_fused_linear_cross_entropy | train.head_tokens | Training(head_tokens=) |
   logits of so many tokens exist at once
 packing sample_packing padding_free | data.batching = "packed" | Loader(batching="packed") |
   several samples in a row, which do not see one another
@@ -89,9 +89,9 @@ load_best_model_at_end metric_for_best_model | checkpoint.keep_best = true | Pip
   the checkpoint with the lowest held-out loss stays, and is exported by its folder step-N
 early_stopping_patience | train.patience | Pipeline.evaluate(inputs=) | evaluations without a lower
   loss after which a run ends
-logging_steps logging_strategy logging_first_step | | Pipeline(listen=) | every step is in
+logging_steps logging_strategy logging_first_step | | Log(listen=) | every step is in
   runs/NAME/events.jsonl
-report_to use_wandb wandb_project | metrics.to | Pipeline(listen=) | csv, tensorboard, wandb, or
+report_to use_wandb wandb_project | metrics.to | Log(listen=) | csv, tensorboard, wandb, or
   yours
 output_dir logging_dir run_name | name | Pipeline.save(folder=) | runs/NAME has all
 resume_from_checkpoint auto_resume_from_checkpoints | dynmo train --resume | Pipeline(resume=) |
@@ -115,9 +115,9 @@ compute_loss_func loss_func loss_type | train.loss | huggingface.from_pretrained
   function of logits and labels
 compute_metrics | | Pipeline.evaluate(metrics=) | dynmo train reports the held-out loss alone
 deepspeed fsdp fsdp_config pipeline_model_parallel_size pp_size | parallel.pipeline |
-  Pipeline(pipeline=) | ranks of a pipeline; parallel.replicas and parallel.zero train in parallel
+  Parallel(pipeline=) | ranks of a pipeline; parallel.replicas and parallel.zero train in parallel
   to it
-zero_stage zero_optimization | parallel.zero = 1 | Pipeline(zero=1) | shards the optimizer state
+zero_stage zero_optimization | parallel.zero = 1 | Parallel(zero=1) | shards the optimizer state
   over replicas
 use_cpu no_cuda | parallel.device = "cpu" | init(device="cpu") | no GPU is used
 ddp_timeout | parallel.timeout | init(timeout=) | seconds after which a wait fails
@@ -146,18 +146,28 @@ def counterpart(name: str, *, python: bool = False) -> str | None:
     return None
 
 
+def check_names(function: Callable[..., object], names: Iterable[str]) -> None:
+    """Raises ConfigError for keywords that a function does not have, with what to use instead."""
+    known, of = _parameters(function), function.__qualname__.removesuffix(".__init__")
+    for name in names:
+        if name in known or (name == "keys" and "samples" not in known):
+            continue
+        advice = _FORMER.get(name) or counterpart(name, python=True)
+        if advice is not None:
+            raise ConfigError(f"{of} has no {name}; {advice}")
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
+    return signature(function).parameters
+
+
 def names_checked(function: Callable[P, T]) -> Callable[P, T]:
     """Refuses keywords that a function does not have, with what to use instead."""
-    known, of = signature(function).parameters, function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name in known or (name == "keys" and "samples" not in known):
-                continue
-            advice = _FORMER.get(name) or counterpart(name, python=True)
-            if advice is not None:
-                raise ConfigError(f"{of} has no {name}; {advice}")
+        check_names(function, kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -7,7 +7,9 @@ Floats are written so that they read back exactly (Python's repr does).
 from __future__ import annotations
 
 import json
+import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -31,32 +33,42 @@ class Event:
     time: float = field(default_factory=time.time, kw_only=True)
 
 
-@dataclass(frozen=True)
-class StepEvent(Event):
-    """One optimizer step.
+@dataclass(frozen=True, repr=False)
+class StepResult(Event):
+    """One step: what `Pipeline.step` returns, and a line of the log.
+
+    It is the same on every rank, but for times of this rank.
 
     Attributes:
-        loss: Mean loss of the step.
+        loss: Mean loss over all counted targets.
         tokens_per_s: Tokens per second that the loss counts as targets, so neither padding nor
             other labels of -100. All tokens if nothing counts targets. 0 if the size of a sample is
             unknown.
-        idle_ratio: Measured share of idle time.
-        imbalance: Measured imbalance of the ranks.
-        seconds: Wall time of the step.
-        gradient_norm: Norm of the gradients. None if it is not finite.
+        idle_ratio: 1 - mean over the ranks of busy time / time from the first op to the last.
+        imbalance: (max - min) / mean of the ranks' busy seconds.
+        seconds: Wall time of the step on this rank.
+        gradient_norm: Norm of all gradients before clipping. None if it is not finite.
         learning_rate: Learning rate of the step.
-        layers: The placement.
+        layers: Number of layers on each stage.
         frozen: Number of frozen layers.
-        model_flops_per_s: Floating-point operations of the model per second, by arithmetic, on all
-            ranks. See `StepResult.model_flops`. None if unknown.
+        model_flops_per_s: Floating-point operations of the model per second on all ranks, by
+            arithmetic: 6 a token and weight, and those of causal attention. Padding does not count,
+            and all layers count alike whatever dynamic cases save. None if unknown.
         utilization: These over the FLOP/s that all ranks can do. None if unknown.
-        memory: Peak bytes of each rank. See `StepResult.memory`. Empty in older logs.
+        memory: Peak bytes of each rank in forward and backward. On CUDA they are what torch's
+            allocator gave out, and on CPU the resident memory of the process. Slices of one GPU
+            have those of their process. 0 if unknown. Empty in older logs.
         gpu_seconds_returned: GPU-seconds so far of the ranks that the run did without.
         inherent_idle: Share of idle time that the schedule would have at equal stages, simulated.
             The rest of `idle_ratio` is due to imbalance, messages and other processes. None in
-            older logs.
-        router_loss: What the routers of a model of transformers have added to the loss. None if
-            there are none.
+            older logs, and in a loop whose events nobody listens to.
+        router_loss: What the routers of a model of transformers have added to the loss, with their
+            weight. None if there are none.
+        busy: Seconds that each rank (or slice) computed. Empty in older logs.
+        skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
+        rolled_back: Whether the step was taken back once, with post-validation.
+        stop: Whether a rank has asked to stop (`stop=True`).
+        counted: Number of targets that the loss counts. Number of microbatches if nothing tells.
     """
 
     event: ClassVar[str] = "step"
@@ -75,6 +87,42 @@ class StepEvent(Event):
     gpu_seconds_returned: float = 0.0
     inherent_idle: float | None = None
     router_loss: float | None = None
+    busy: tuple[float, ...] = ()
+    skipped: bool = False
+    rolled_back: bool = False
+    stop: bool = False
+    counted: float = 0.0
+
+    def __repr__(self) -> str:
+        skipped = ", skipped=True" if self.skipped else ""
+        norm = math.nan if self.gradient_norm is None else self.gradient_norm
+        return (
+            f"StepResult(step={self.step}, loss={self.loss:.6g}, gradient_norm={norm:.6g}, "
+            f"idle_ratio={self.idle_ratio:.2f}{skipped})"
+        )
+
+    @property
+    def norm(self) -> float | None:
+        """The name of `gradient_norm` before version 0.2."""
+        _warn_of("norm", "gradient_norm")
+        return self.gradient_norm
+
+    @property
+    def rate(self) -> float:
+        """The name of `learning_rate` before version 0.2."""
+        _warn_of("rate", "learning_rate")
+        return self.learning_rate
+
+    @property
+    def model_flops(self) -> float:
+        """The operations of the step, before version 0.2."""
+        _warn_of("model_flops", "model_flops_per_s, times StepResult.seconds")
+        return (self.model_flops_per_s or 0.0) * self.seconds
+
+
+def _warn_of(old: str, new: str) -> None:
+    text = f"StepResult.{old} is StepResult.{new} now; the old name goes with the next version"
+    warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -447,7 +495,7 @@ class EndEvent(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.event: kind
     for kind in (
-        StepEvent,
+        StepResult,
         DataEvent,
         SkippedEvent,
         HeldOutEvent,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dynmo.errors import ConfigError, RunError, not_installed
-from dynmo.events import DataEvent, EvalEvent, Event, StepEvent
+from dynmo.events import DataEvent, EvalEvent, Event, StepResult
 from dynmo.files import LineLog, write_whole
 from dynmo.options import find_own
 
@@ -42,7 +42,7 @@ def numbers_of(event: Event) -> Iterator[tuple[str, float]]:
         name, value = f"{event.event}/{field.name}", getattr(event, field.name)
         if field.name not in ("step", "time") and isinstance(value, float | int):
             yield name, float(value)
-        elif isinstance(event, StepEvent) and isinstance(value, tuple) and value:
+        elif isinstance(event, StepResult) and isinstance(value, tuple) and value:
             yield name, float(max(value))
             for index, each in enumerate(value):
                 yield f"{name}/{index}", float(each)
@@ -60,7 +60,7 @@ class Csv:
         self._path = Path(path)
         self._names = [
             f"{kind.event}/{field.name}"
-            for kind in (StepEvent, DataEvent, EvalEvent)
+            for kind in (StepResult, DataEvent, EvalEvent)
             for field in fields(kind)
             if field.name not in ("step", "time", "held_out")
         ]
@@ -94,7 +94,7 @@ class Csv:
     def __call__(self, event: Event) -> None:
         if isinstance(event, DataEvent):
             self._later |= numbers_of(event)
-        elif isinstance(event, StepEvent):
+        elif isinstance(event, StepResult):
             self._row, self._later = self._later | dict(numbers_of(event)), {}
             self._write(event.step)
         elif isinstance(event, EvalEvent) and event.step == self._last:
@@ -167,7 +167,7 @@ class WandB:
         self._later: dict[str, float] = {}  # of a step that has no row yet
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepEvent):
+        if isinstance(event, StepResult):
             # Weights & Biases drops a row whose step it has.
             self._log()
             self._step, self._row, self._later = event.step, self._later, {}

@@ -22,5 +22,5 @@ with dynmo.init(device="cpu") as world:
     for step in range(10):
         batch = rows[8 * step % (len(rows) - 7) :][:8]
         print(pipeline.step({"input_ids": batch, "labels": batch}))
-    print(f"weights {pipeline.digest()}, layers {pipeline.partition.counts}")
+    print(f"weights {pipeline.digest()}, layers {pipeline.mesh.partition.counts}")
     dynmo.huggingface.save_pretrained(pipeline, saved)  # what peft loads

@@ -46,7 +46,9 @@ with dynmo.init(device="cpu") as world:
     data: Any = [torch.arange(1, n).repeat(2) for n in torch.randint(3, 20, (96,)).tolist()]
     model = dynmo.Sequential([Embed(20, 32), *(Block(32, 32) for _ in range(4)), Head(32, 20)])
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, optimizer=adamw, groups=groups)
+    pipeline = dynmo.Pipeline(
+        model, world, microbatches=4, optimizer=adamw, training=dynmo.Training(groups=groups)
+    )
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(pipeline.optimizer, T_max=18)
     sampler = pipeline.sampler(data, batch=16)
     for epoch in range(3):
@@ -54,5 +56,5 @@ with dynmo.init(device="cpu") as world:
         for batch in DataLoader(data, batch_sampler=sampler, collate_fn=collate):
             print(pipeline.step(batch))
             rate.step()
-    loss, logits = pipeline.evaluate(pad(data[:16]), outputs=True)
-    print(f"held out {loss:.6f}, {logits is not None}, weights {pipeline.digest()}")
+    loss = pipeline.evaluate(pad(data[:16]), outputs=True)
+    print(f"held out {loss:.6f}, {loss.outputs is not None}, weights {pipeline.digest()}")

@@ -14,12 +14,12 @@ with dynmo.init(device="cpu") as world:
     wide = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2)]
     layers = [nn.Linear(64, 256), *(nn.Linear(256, 256) for _ in range(5)), *wide]
     model = dynmo.Sequential([*layers, nn.Linear(256, 64)], loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, microbatches=8, optimizer=dynmo.AdamW(lr=1e-3))
-    if folder.exists():
-        pipeline.load(folder)  # goes on where it was stopped
+    saved = folder if folder.exists() else None  # goes on where it was stopped
+    pipeline = dynmo.Pipeline(model, world, microbatches=8, resume=saved)
     for step in range(pipeline.steps, 40):
         batch = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
         loss = pipeline.step(batch, batch.roll(1, 1)).loss
         if step == 29:
             print(f"rank {world.rank}: loss {loss:.4f}, saved {pipeline.save(folder)}")
-    print(f"rank {world.rank}: layers {pipeline.partition.counts}, weights {pipeline.digest()}")
+    counts = pipeline.mesh.partition.counts
+    print(f"rank {world.rank}: layers {counts}, weights {pipeline.digest()}")

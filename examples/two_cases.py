@@ -22,13 +22,14 @@ with dynmo.init(device="cpu") as world:
         world,
         microbatches=MICROBATCHES // replicas,
         replicas=replicas,
-        reduction_slots=2,  # with an equal number, any number of replicas gives the same bits
-        zero=1,
-        post_validation=True,
         cases=cases,
+        # With equal slots, any number of replicas gives the same bits.
+        parallel=dynmo.Parallel(reduction_slots=2, zero=1),
+        training=dynmo.Training(post_validation=True),
     )
     while pipeline.steps < STEPS:
-        start, count = pipeline.replica * pipeline.microbatches, pipeline.microbatches
+        mesh = pipeline.mesh
+        start, count = mesh.replica * mesh.microbatches, mesh.microbatches
         batch = (x[start : start + count].flatten(0, 1) for x in batches.train(pipeline.steps))
         for result in pipeline.advance(*batch):
             print(f"rank {world.rank}: {result}")

@@ -19,7 +19,7 @@ from unittest import mock
 from dynmo.cli import main
 from dynmo.config import Config, parse
 from dynmo.elastic.managers import parks
-from dynmo.events import Event, StepEvent, to_json
+from dynmo.events import Event, StepResult, to_json
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.joining import come_back
 from dynmo.train.setup import model_of
@@ -45,7 +45,7 @@ def train(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     loaded = parsed(config)
     events: list[Event] = []
     result = Trainer(loaded, world, model_of(loaded), None, listen=events.append).run()
-    steps = [e for e in events if isinstance(e, StepEvent)]
+    steps = [e for e in events if isinstance(e, StepResult)]
     return {
         "digest": result.weights_digest,
         "loss": result.loss,
@@ -72,7 +72,7 @@ def train_and_weights(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     trainer.run()
     layers = trainer.pipeline._engine.store.own
     return {
-        "losses": [e.loss for e in events if isinstance(e, StepEvent)],
+        "losses": [e.loss for e in events if isinstance(e, StepResult)],
         "weights": {
             index: [x for p in module.parameters() for x in p.flatten().tolist()]
             for index, (module, _) in layers.items()
@@ -98,7 +98,7 @@ def train_in(
     """
 
     def listen(event: Event) -> None:
-        if isinstance(event, StepEvent) and event.step == stop_after:
+        if isinstance(event, StepResult) and event.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
     loaded = parsed(config)

@@ -36,7 +36,7 @@ from dynmo.events import (
     ScheduleEvent,
     SkippedEvent,
     SpeedsEvent,
-    StepEvent,
+    StepResult,
     TokensEvent,
     from_json,
     read,
@@ -45,7 +45,7 @@ from dynmo.events import (
 from tests.full_disk import files_up_to
 
 ALL: list[Event] = [
-    StepEvent(0, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2, time=1.5),
+    StepResult(0, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2, time=1.5),
     DataEvent(0, 0.125, 512, 24, 3, time=2.0),
     SkippedEvent(0, 65536.0, 32768.0, time=2.25),
     HeldOutEvent(0, "3 samples of jsonl:a.jsonl", time=2.4),

@@ -29,9 +29,8 @@ from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, entry, stage_ranks_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.setup import model_of
@@ -39,6 +38,7 @@ from tests.combinations import mostly_matrix
 from tests.jobs import SOURCE
 from tests.models.huggingface.saved_models import folder_of, save
 from tests.pool import Pool
+from tests.runtime.alone import advance, run_half, run_step
 
 MICROBATCHES = 8
 # Moment, bytes and address of a change of the allocator, in the text of a trace.
@@ -104,9 +104,9 @@ def peak(
     row, sequence = 2 * MICROBATCHES, loaded.model.sequence
     batch = Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0)
     for step in range(2):
-        pipeline.step(step, *batch, lr=1e-3)
+        run_step(pipeline, step, *batch, lr=1e-3)
     _replan(pipeline, seconds)
-    pipeline.step(2, *batch, lr=1e-3)
+    run_step(pipeline, 2, *batch, lr=1e-3)
     _end_workers(pipeline)
     most = _most_allocated(pipeline, batch, loaded.pipeline.post_validation)
     held = sum(
@@ -135,13 +135,15 @@ def _engine(config: Config, world: World, recompute: Sequence[int]) -> Engine:
         world,
         model,
         uniform(model.layers, len(stage_ranks_of(pipelined.schedule, world.size))),
-        StepOptions(pipelined.schedule, MICROBATCHES, recompute=recompute),
-        update=UpdateOptions(
-            post_validation=pipelined.post_validation, rollback=cast(Any, pipelined.rollback)
-        ),
-        layers=LayerOptions(dtype=PRECISIONS[config.train.precision]),
-        replicas=ReplicaOptions(
-            accumulation_groups=config.options.accumulation_groups, zero=config.parallel.zero
+        EngineOptions(
+            pipelined.schedule,
+            MICROBATCHES,
+            recompute=recompute,
+            post_validation=pipelined.post_validation,
+            rollback=cast(Any, pipelined.rollback),
+            dtype=PRECISIONS[config.train.precision],
+            accumulation_groups=config.options.accumulation_groups,
+            zero=config.parallel.zero,
         ),
     )
 
@@ -180,13 +182,13 @@ def _most_allocated(pipeline: Engine, batch: tuple[Tensor, Tensor], post_validat
     ):
         if post_validation:
             for step in (3, 4):
-                pipeline.advance(step, *batch, lr=1e-3)
+                advance(pipeline, step, *batch, lr=1e-3)
             # A message that ended after the profile would write into memory that it has freed.
             pipeline.drain()
         else:
-            pipeline.forward_backward(3, *batch)
+            run_half(pipeline, 3, *batch)
     if not post_validation:
-        pipeline.discard()
+        pipeline.optimizer_step.discard()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -301,7 +303,7 @@ def kept_bytes(world: World, config: dict[str, Any]) -> tuple[list[tuple[int, in
     loaded = parse(config)
     pipeline = _engine(loaded, world, ())
     row, sequence = 2 * MICROBATCHES, loaded.model.sequence
-    pipeline.step(0, *Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0), lr=1e-3)
+    run_step(pipeline, 0, *Batches(open_corpus(SOURCE), sequence, row, 2, 0).train(0), lr=1e-3)
     shapes = shape_costs(loaded.options, model_of(loaded))
     measured, told = (
         [(x.activation_bytes, x.stash_bytes) for x in costs] for costs in (pipeline.costs(), shapes)

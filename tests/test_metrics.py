@@ -15,13 +15,13 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepEvent
+from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepResult
 from dynmo.metrics import Csv, numbers_of, open_sink
 from tests.full_disk import files_up_to
 
 
-def step(number: int, loss: float, norm: float | None = 2.0) -> StepEvent:
-    return StepEvent(number, loss, 100.0, 0.25, 0.5, 0.1, norm, 1e-3, (2, 3), 1)
+def step(number: int, loss: float, norm: float | None = 2.0) -> StepResult:
+    return StepResult(number, loss, 100.0, 0.25, 0.5, 0.1, norm, 1e-3, (2, 3), 1)
 
 
 EVENTS: list[Event] = [
@@ -141,13 +141,18 @@ def test_pipeline_writes_a_table(tmp_path: Path) -> None:
         table = dynmo.Csv(tmp_path / "numbers.csv")
         layers = [nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)]
         pipeline = dynmo.Pipeline(
-            dynmo.Sequential(layers), world, microbatches=2, peak_flops=1e9, listen=table
+            dynmo.Sequential(layers),
+            world,
+            microbatches=2,
+            log=dynmo.Log(peak_flops=1e9, listen=table),
         )
         ids = torch.arange(12).view(4, 3)
         result = pipeline.step(ids, torch.where(ids < 2, -100, ids))
         table.close()
     flops = 6 * 8 * 50 * 12
-    assert result.model_flops == flops
+    assert result.model_flops_per_s == flops / result.seconds
+    with pytest.warns(FutureWarning, match="model_flops_per_s"):
+        assert result.model_flops == pytest.approx(flops)
     assert result.utilization == flops / result.seconds / 1e9
     with (tmp_path / "numbers.csv").open() as file:
         (row,) = csv.DictReader(file)
@@ -194,7 +199,7 @@ class Losses:
         self._path, self._losses = folder / f"{name}.txt", list[str]()
 
     def __call__(self, event: Event) -> None:
-        self._losses += [str(event.loss)] if isinstance(event, StepEvent) else []
+        self._losses += [str(event.loss)] if isinstance(event, StepResult) else []
 
     def close(self) -> None:
         self._path.write_text(" ".join(self._losses))

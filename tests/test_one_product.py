@@ -38,6 +38,11 @@ OF_THE_COMMAND = {
     "trace.steps": "log: no trace is recorded unless asked for",
 }
 _PIPELINE = inspect.signature(dynmo.Pipeline).parameters
+_RECORDS = {
+    key: field
+    for record in (dynmo.Parallel, dynmo.Training, dynmo.Log)
+    for key, field in record.model_fields.items()
+}
 _INIT = inspect.signature(dynmo.init).parameters
 _LOADER = inspect.signature(dynmo.Loader).parameters
 # Records that Python users make, by section of the file.
@@ -79,7 +84,7 @@ def in_python(section: str, key: str) -> list[Any]:
     unknown = {"steps", "micro_batch"} if section == "train" else set[str]()
     return [
         Config().train.model_dump()[key] if key in unknown else parameters[key].default
-        for parameters in (_PIPELINE, _INIT, *([_LOADER] if section == "data" else []))
+        for parameters in (_PIPELINE, _RECORDS, _INIT, *([_LOADER] if section == "data" else []))
         if key in parameters
     ]
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES, with_sections
 from tests.fuzz.jobs import train_plainly
 from tests.jobs import SOURCE
 from tests.pool import JobFailed, Pool
-from tests.runtime.alone import MICROBATCHES, alone, gpt
+from tests.runtime.alone import MICROBATCHES, alone, gpt, run_step
 
 STEPS = 4
 CONSTANT = {"lr": 0.05, "decay": "constant", "warmup": 0}
@@ -189,8 +190,8 @@ def test_training_leaves_the_callers_random_state_unchanged() -> None:
     expected, drawn = torch.rand(3), list[Tensor]()
     torch.manual_seed(5)
     for step in range(3):
-        pipe.step(step, ids, ids, lr=0.1)
+        run_step(pipe, step, ids, ids, lr=0.1)
         drawn.append(torch.rand(1))
-        pipe.evaluate(ids, ids, MICROBATCHES)
+        pipe.evaluate(StepBatch(ids, ids), MICROBATCHES)
         Actions(pipe).move(Partition((pipe.model.layers,)))
     assert torch.equal(torch.cat(drawn), expected)

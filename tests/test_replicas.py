@@ -22,14 +22,14 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
-from dynmo.runtime.state.layer_options import ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.combinations import mostly_matrix
 from tests.equality import IN_EMULATED_TIME, RANDOM_MOVES, fields_of, resumed, run, same
 from tests.jobs import parsed
 from tests.pool import JobFailed, Pool
+from tests.runtime.alone import run_step
 from tests.runtime.fake_time import emulated_time
 
 STEPS = 6
@@ -194,13 +194,12 @@ def after_a_reshape(world: Meeting, data: int) -> None:
         world,
         model,
         uniform(model.layers, world.size),
-        StepOptions("zb-h1", microbatches=4),
-        replicas=ReplicaOptions(accumulation_groups=2),
+        EngineOptions("zb-h1", microbatches=4, accumulation_groups=2),
     )
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
-    pipeline.step(0, ids, ids, lr=0.0)
+    run_step(pipeline, 0, ids, ids, lr=0.0)
     Actions(pipeline).reshape(pipeline=2 // data, data=data)
-    pipeline.step(1, ids[::data], ids[::data], lr=0.0)
+    run_step(pipeline, 1, ids[::data], ids[::data], lr=0.0)
 
 
 def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None:
@@ -281,7 +280,7 @@ def costs_beside_a_slow_replica(world: Meeting, config: dict[str, Any]) -> list[
             module.f *= 10
         for _ in range(3):
             trainer.advance()
-        return [cost.f for cost in trainer.pipeline.costs()]
+        return [cost.f for cost in trainer.pipeline.measured.costs()]
 
 
 def test_layer_cost_is_that_of_the_slowest_replica(pool: Pool) -> None:

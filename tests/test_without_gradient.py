@@ -22,12 +22,13 @@ from dynmo.models.model import from_factories
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.equality import decay_groups
 from tests.jobs import SOURCE
 from tests.pool import Pool
+from tests.runtime.alone import run_step
 from tests.test_own_models import config
 
 Optimizer = Literal["adamw", "sgd"]
@@ -152,10 +153,10 @@ def tied(world: Meeting) -> list[float]:
     pairs = [((0, "weight"), (1, "weight"))]
     model = from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=pairs)
     partition = Partition((2,) if world.size == 1 else (1, 1))
-    engine = Engine(world, model, partition, StepOptions("1f1b", 2))
+    engine = Engine(world, model, partition, EngineOptions("1f1b", 2))
     ids = torch.arange(16).view(2, 2, 4)
     for step in range(2):
-        engine.step(step, ids, ids, lr=0.1)
+        run_step(engine, step, ids, ids, lr=0.1)
     held = [p for p in engine.store.modules[0].parameters() if not p.is_meta]
     return [x for p in held for x in p.flatten().tolist()]
 

@@ -20,11 +20,13 @@ def mistakes(model: dynmo.Model, world: dynmo.World, pipeline: dynmo.Pipeline) -
         schedule="zb-h7",  # pyright: ignore[reportArgumentType]
         optimizer="adamw",  # pyright: ignore[reportArgumentType]
         balance="exakt",  # pyright: ignore[reportArgumentType]
-        rollback="inplace",  # pyright: ignore[reportArgumentType]
-        clip_scope="layer",  # pyright: ignore[reportArgumentType]
         precision="bf16",  # pyright: ignore[reportArgumentType]
-        loss_scale="auto",  # pyright: ignore[reportArgumentType]
-        recompute="some",  # pyright: ignore[reportArgumentType]
+        training=dynmo.Training(
+            rollback="inplace",  # pyright: ignore[reportArgumentType]
+            clip_scope="layer",  # pyright: ignore[reportArgumentType]
+            loss_scale="auto",  # pyright: ignore[reportArgumentType]
+            recompute="some",  # pyright: ignore[reportArgumentType]
+        ),
     )
 
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.cases_race import model_for
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, seconds
+from benchmarks.harness import run_step
 from dynmo.config import Config, parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
@@ -42,9 +43,8 @@ from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.options import EngineOptions
 
 # Steps at which the cases of the configuration act.
 SPARSE, DENSE, PRUNE = 1, 2, 3
@@ -110,16 +110,18 @@ class Run:
             world,
             model,
             self.even,
-            StepOptions("zb-h1", microbatches=options.microbatches, slices=options.slices),
-            layers=LayerOptions(dtype=PRECISIONS[config.train.precision]),
+            EngineOptions(
+                "zb-h1",
+                microbatches=options.microbatches,
+                slices=options.slices,
+                dtype=PRECISIONS[config.train.precision],
+            ),
         )
         self._tokens = Shape.of(options).tokens(device)
         self.losses: list[float] = []
 
     def step(self) -> None:
-        result = self.pipeline.step(
-            len(self.losses), self._tokens[0], self._tokens[1], lr=1e-5, max_norm=1.0
-        )
+        result = run_step(self.pipeline, len(self.losses), *self._tokens, lr=1e-5, max_norm=1.0)
         self.losses.append(result.loss)
 
     def steps(self, count: int) -> float:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progress, synchronize
-from benchmarks.harness import run_ranks
+from benchmarks.harness import run_ranks, run_step
 from dynmo.config import parse
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.shape_costs import shape_costs
@@ -35,9 +35,8 @@ from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.setup import model_of
@@ -69,8 +68,11 @@ class Run:
             world,
             built_on(world.device, self._model),
             self.partition,
-            StepOptions(SCHEDULE, microbatches=shape.microbatches),
-            layers=LayerOptions(dtype=PRECISIONS[self._config.train.precision]),
+            EngineOptions(
+                SCHEDULE,
+                microbatches=shape.microbatches,
+                dtype=PRECISIONS[self._config.train.precision],
+            ),
         )
         progress(f"rank {world.rank}: the model is built")
         self._tokens = shape.tokens(world.device)
@@ -82,7 +84,7 @@ class Run:
         for _ in range(number):
             self._world.barrier("the step to start")
             start = time.perf_counter()
-            self.pipeline.step(self._count, *self._tokens, lr=1e-5, max_norm=1.0)
+            run_step(self.pipeline, self._count, *self._tokens, lr=1e-5, max_norm=1.0)
             synchronize(self._world.device)
             seconds = time.perf_counter() - start
             self._count += 1

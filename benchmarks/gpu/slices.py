@@ -47,10 +47,10 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.sm_slices import cut
-from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
@@ -87,8 +87,8 @@ class Sides:
         self.steps[name] = step
 
     def run(self, pipeline: Engine) -> None:
-        pipeline.forward_backward(0, self.inputs, self.targets)
-        pipeline.discard()
+        pipeline.programs.train(StepBatch(self.inputs, self.targets), 0, 1.0)
+        pipeline.optimizer_step.discard()
 
 
 def on_slices(
@@ -103,8 +103,7 @@ def on_slices(
             world,
             model,
             partition,
-            StepOptions(own, microbatches=microbatches, slices=count),
-            layers=LayerOptions(dtype=dtype),
+            EngineOptions(own, microbatches=microbatches, slices=count, dtype=dtype),
         )
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
@@ -146,14 +145,14 @@ def on_all_sms(sides: Sides, world: Meeting, model: Model, count: int, dtype: to
 
     They are the model as one stage, and as so many stages of one rank in both runtimes.
     """
-    microbatches, options = len(sides.inputs), LayerOptions(dtype=dtype)
+    microbatches = len(sides.inputs)
     one = Partition((model.layers,))
-    step = StepOptions("1f1b", microbatches=microbatches)
-    sides.add("whole", Engine(world, model, one, step, layers=options))
+    options = EngineOptions("1f1b", microbatches, dtype=dtype)
+    sides.add("whole", Engine(world, model, one, options))
     kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=count)
     partition = uniform(model.layers, count)
-    step = StepOptions("interleaved-1f1b", microbatches=microbatches, chunks=count)
-    chunked = Engine(world, model, partition, step, layers=options)
+    options = EngineOptions("interleaved-1f1b", microbatches, chunks=count, dtype=dtype)
+    chunked = Engine(world, model, partition, options)
     order = torch_order(kind, 1, microbatches, "torch zero-bubble")
     sides.add("whole dynmo zero-bubble", chunked, order)
     flat = sides.inputs.flatten(0, 1), sides.targets.flatten(0, 1)

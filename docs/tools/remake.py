@@ -88,6 +88,7 @@ RUNS = (
     Run("batching", "real", picture="batching"),
     Run("cases", "real"),
     Run("decision_path", "real"),
+    Run("step_path", "real"),
     Run("deferred", "real"),
     Run("elastic", "real"),
     Run("executor_families", "real"),

@@ -29,6 +29,7 @@ from dynmo.pipeline.options import (
     TorchOptimizer,
     TrainingOptions,
     WorldOptions,
+    grouped,
 )
 from dynmo.plan.options import Balance, Elastic
 
@@ -295,8 +296,15 @@ class Config(Options):
         given = {key: getattr(self.train, key) for key in kind.model_fields}
         return kind(**{key: value for key, value in given.items() if value is not None})
 
-    def pipeline_options(self) -> dict[str, Any]:
-        """Returns the options of `dynmo.Pipeline` for this run, but for the cases."""
+    def pipeline_arguments(self, **options: Any) -> dict[str, Any]:
+        """Returns the arguments of `dynmo.Pipeline` for this run, but for the cases.
+
+        Args:
+            options: Other options than those of the file.
+        """
+        return grouped(self._pipeline_options() | options)
+
+    def _pipeline_options(self) -> dict[str, Any]:
         train, parallel = self.train, self.parallel
         keys = {
             key: getattr(section, key)
@@ -325,7 +333,7 @@ class Config(Options):
     def options(self) -> PipelineOptions:
         """All options of the pipeline, with those of dynmo's own cases."""
         cases = tuple(self.dynamism.named.values())
-        return PipelineOptions(**self.pipeline_options(), cases=cases)
+        return PipelineOptions(**self._pipeline_options(), cases=cases)
 
     def facts(self, layers: int | None, on_cuda: bool) -> RunFacts:
         """Returns what dynamic cases may know of the run."""

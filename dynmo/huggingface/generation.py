@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from dynmo.counterparts import names_checked
 from dynmo.data.tokenizer import SpecialTokens, has_tokenizer
 from dynmo.errors import ConfigError, InputError, one_line
 from dynmo.huggingface.saving import transformers_model
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.pipeline.torch_modes import in_own_modes
+from dynmo.pipeline.torch_modes import public
 
 
 @overload
@@ -36,8 +35,7 @@ def generate(
 ) -> str: ...
 
 
-@names_checked
-@in_own_modes
+@public
 def generate(
     pipeline: Pipeline,
     ids_or_text: Tensor | str,
@@ -73,7 +71,7 @@ def generate(
         ConfigError: The model is not one of transformers, or there is no tokenizer for a text.
         InputError: The ids or the mask have another form, or a row ends with padding.
     """
-    model = transformers_model(pipeline._model, "generate")
+    model = transformers_model(pipeline.mesh.model, "generate")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens = {max_new_tokens!r}; give 1 or more")
     if isinstance(ids_or_text, str):
@@ -121,12 +119,11 @@ def _continued(
 
 def _next_ids(pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
     """Returns the most likely next id of each row, on every rank."""
-    engine, outputs = pipeline._engine, dict[int, Any]()
-    engine.evaluate(pipeline._cut(inputs, None, 1)[0], None, 1, outputs=outputs)
-    world = engine.store.world
+    found = pipeline.evaluate(inputs, outputs=True, microbatches=1, shared=True).outputs
+    world = pipeline.mesh.world
     ids = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64)
-    if outputs and world.replica == 0:
-        logits = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    if found is not None and world.replica == 0:
+        logits = found[0] if isinstance(found, tuple) else found
         ids.copy_(logits[:, -1].float().argmax(-1))
     return world.everyone.sum(ids, "the next token")
 

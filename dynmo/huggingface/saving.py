@@ -55,12 +55,13 @@ def save_pretrained(
             are as before.
     """
     engine = pipeline._engine
-    model = transformers_model(engine.model, "save_pretrained")
+    model = transformers_model(pipeline.mesh.model, "save_pretrained")
     kind = type_of(dtype)
     store = engine.pending.final
     world = store.world
     if world.replicas > 1:
-        engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
+        # Raises if replicas differ: the first replica's weights are saved for all.
+        pipeline.digest()
     layers = range(model.layers)
     shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
     folder = Path(folder)

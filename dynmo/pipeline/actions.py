@@ -31,7 +31,6 @@ from dynmo.plan.partition import Layout, Layouts, Move, Partition, moves_between
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import check_partition
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
@@ -145,7 +144,6 @@ class Actions:
             PartitionError: `partition` has another number of layers or stages.
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
         """
-        check_partition(partition)
         store = self._pending.final
         world, before = store.world, store.layout
         layout = self.engine.layouts.make(

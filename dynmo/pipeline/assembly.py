@@ -16,17 +16,16 @@ from dynmo.pipeline.saving import restore_state
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import AUTO, SHAPES
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.elastic.newcomer import NewcomerState
     from dynmo.plan.partition import RecomputeRule
-    from dynmo.runtime.engine.options import Shapes
+    from dynmo.runtime.options import Shapes
 
 
 def make_engine(
@@ -45,7 +44,7 @@ def make_engine(
         world,
         model,
         partition,
-        StepOptions(
+        EngineOptions(
             schedule=schedule or options.schedule,
             microbatches=options.all_microbatches // replicas,
             chunks=options.chunks,
@@ -54,21 +53,15 @@ def make_engine(
             memory_limit=limit,
             recompute=recompute,
             shapes=shapes,
-        ),
-        update=UpdateOptions(
             optimizer=settings_of(options),
             clip_scope=options.clip_scope,
             scaler=make_scaler(dtype, options.loss_scale, options.loss_scale_window),
             post_validation=options.post_validation,
             rollback=options.rollback,
-        ),
-        layers=LayerOptions(
             dtype=dtype,
             seed=options.seed,
             compiles=options.compile,
             head_tokens=options.head_tokens,
-        ),
-        replicas=ReplicaOptions(
             accumulation_groups=options.accumulation_groups,
             zero=options.zero,
             expert=options.expert,

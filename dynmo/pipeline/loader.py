@@ -138,25 +138,28 @@ class Loader:
         """Raises ConfigError on every rank if a layer mixes the samples of a packed row."""
         from dynmo.models.huggingface.packing_check import check_packing
 
-        store, error = self._pipeline._engine.store, None
-        if store.model.options is not None and store.model.options.kind == "hf":
+        pipeline, error = self._pipeline, None
+        options = pipeline.mesh.model.options
+        if options is not None and options.kind == "hf":
             try:
-                check_packing(cast(Any, store.model), list(store.own))
+                check_packing(cast(Any, pipeline.mesh.model), list(pipeline.mesh.modules))
             except ConfigError as raised:
                 error = raised
-        for text in share_failures(store.world, error, "whether samples can be packed").values():
+        for text in share_failures(
+            pipeline.mesh.world, error, "whether samples can be packed"
+        ).values():
             raise ConfigError(text)
 
     def _place(self) -> tuple[int, ...]:
         """What the batches of this rank depend on, besides the step. It changes on all ranks."""
-        pipeline = self._pipeline
-        return (*pipeline.shape, pipeline.microbatches, *pipeline.ends)
+        mesh = self._pipeline.mesh
+        return (*mesh.shape, mesh.microbatches, *mesh.ends)
 
     def _open(self, state: Mapping[str, Any]) -> None:
         """Begins to read where rank 0 says. All ranks call it together."""
         self.close()
         pipeline, options = self._pipeline, self._options
-        world = pipeline._engine.store.world
+        world = pipeline.mesh.world
         self._opened = self._place()
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
@@ -185,7 +188,7 @@ class Loader:
             self._batches = batches_of(
                 self._records if self._own is None else WithHeldOut(self._records, self._own),
                 self._tokenizer,
-                pipeline._engine.model,
+                pipeline.mesh.model,
                 options,
                 global_batch=self._global_batch,
                 micro_batch=self._global_batch // pipeline.options.all_microbatches,
@@ -199,7 +202,7 @@ class Loader:
 
     def _make(self, step: int) -> list[Microbatch]:
         assert self._batches is not None
-        own, replica = self._pipeline.microbatches, self._pipeline.replica
+        own, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
         return self._batches.train(step, slice(replica * own, (replica + 1) * own))
 
     def __iter__(self) -> Iterator[list[Microbatch] | None]:
@@ -226,7 +229,7 @@ class Loader:
         padding = padding_of(found)
         waited, self._waited = ahead.waited - self._waited, ahead.waited
         event = DataEvent(step, waited, padding.tokens, padding.padded, self._batches.skipped)
-        self._pipeline._loop.emit(event)
+        self._pipeline._emit(event)
         return [self._to_device(each) for each in found]
 
     def held_out(self, microbatches: int) -> list[Microbatch] | None:
@@ -238,7 +241,7 @@ class Loader:
         return [self._to_device(self._batches.held_out(i)) for i in range(microbatches)]
 
     def _to_device(self, given: Microbatch) -> Microbatch:
-        device = self._pipeline._engine.store.world.device
+        device = self._pipeline.mesh.world.device
         if device.type != "cuda":
             return given
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -88,11 +88,7 @@ class WorldOptions(Options):
         return self.backend == "gloo"
 
 
-class MeshOptions(Options):
-    """Replicas of the pipeline, and what they share."""
-
-    replicas: Count = 1
-    """Pipelines that train side by side."""
+class _Sharing(Options):
     expert: Count = 1
     """Replicas that share one set of experts. It divides `replicas`, and the experts."""
     zero: Annotated[int, Field(ge=0, le=1)] = 0
@@ -101,36 +97,50 @@ class MeshOptions(Options):
     """Whether the ranks of a pipeline are slices of one GPU, in one process."""
 
 
-class ScheduleOptions(Options):
-    """The schedule of a step and its memory."""
+class MeshOptions(_Sharing):
+    """Replicas of the pipeline, and what they share."""
 
-    schedule: ScheduleName = "zb-auto"
-    """Order of F, B and W on each rank. `auto` chooses the fastest of `zb-auto`, `v-auto` and
-    `interleaved-1f1b` that fits, and may change it while training."""
+    replicas: Count = 1
+    """Pipelines that train side by side."""
+
+
+class _Stages(Options):
+    chunks: Count | None = None
+    """Stages per rank. Not set: the number that the schedule has."""
+
+
+class _Slots(Options):
+    reduction_slots: Count | None = None
+    """Number of groups in which gradients are summed. With an equal number, any number of replicas
+    gives the same bits. Not set: one per replica."""
+
+
+class _Validation(Options):
     post_validation: bool = False
     """Whether a step ends without a barrier. A step that overflows or must be clipped is then
     taken back."""
     rollback: Rollback = "exact"
     """How a step is taken back: `exact` restores saved copies bit for bit. `in-place` inverts the
     update without copies and is approximate."""
-    chunks: Count | None = None
-    """Stages per rank. Not set: the number that the schedule has."""
+
+
+class ScheduleOptions(_Validation, _Stages):
+    """The schedule of a step and its memory."""
+
+    schedule: ScheduleName = "zb-auto"
+    """Order of F, B and W on each rank. `auto` chooses the fastest of `zb-auto`, `v-auto` and
+    `interleaved-1f1b` that fits, and may change it while training."""
     memory_limit: MemoryLimit = None
     """Memory of a rank: bytes, or a size such as `"40GiB"`. A list has one for each rank of a
     pipeline. Not set: the device's memory on CUDA, no limit on CPU."""
 
 
-class TrainingOptions(Options):
-    """Numbers of a step: clipping, precision, and the order of sums."""
-
+class _Numerics(Options):
     max_grad_norm: NonNegative = 1.0
     """Largest norm of the gradients. Larger gradients are clipped to it. 0 never clips."""
     clip_scope: ClipScope = "global"
     """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
     own norm."""
-    precision: Precision = "float32"
-    """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
-    gradients."""
     loss_scale: LossScale = None
     """A power of two, or `dynamic`: halved after an overflow, whose step is skipped. Not set:
     `dynamic` for `float16`, otherwise none."""
@@ -142,13 +152,18 @@ class TrainingOptions(Options):
     head_tokens: Count | None = None
     """Most tokens whose logits exist at once. The output layer and the loss then run a piece of the
     sequence at a time, all in B. Not set: all tokens of a microbatch."""
-    reduction_slots: Count | None = None
-    """Number of groups in which gradients are summed. With an equal number, any number of replicas
-    gives the same bits. Not set: one per replica."""
     compile: bool = False
     """Whether torch.compile runs the parts of a layer between its linear layers."""
     deterministic: bool = False
     """On CUDA, whether to use only kernels that give the same bits in each run."""
+
+
+class TrainingOptions(_Numerics, _Slots):
+    """Numbers of a step: clipping, precision, and the order of sums."""
+
+    precision: Precision = "float32"
+    """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
+    gradients."""
 
     def _problems(self) -> Iterator[str]:
         if self.precision == "float16" and self.loss_scale == 1:
@@ -156,6 +171,54 @@ class TrainingOptions(Options):
                 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; '
                 'use "dynamic", or precision = "bfloat16"'
             )
+
+
+class Parallel(_Sharing, _Stages, _Slots):
+    """The mesh of a `Pipeline`, beside its replicas."""
+
+    pipeline: Count | None = None
+    """Ranks of a pipeline. Not set: the world's ranks over `replicas`. With `slices` it is the
+    number of slices."""
+
+
+class Training(_Numerics, _Validation):
+    """How a `Pipeline` computes a step, and what it keeps for it."""
+
+    micro_batch: Count | None = None
+    """Samples of a microbatch, to know the memory of a step before the first one."""
+    groups: Callable[..., Any] | None = None
+    """Takes the name of a parameter, as in `state_dict`, and the parameter without values. Returns
+    a dict of the options that it has of its own, such as `{"weight_decay": 0.0}`, or None. The key
+    "optimizer" gives it another function."""
+    check_memory: bool = True
+    """Whether the first placement must fit `memory_limit`."""
+
+
+class Log(Options):
+    """What a `Pipeline` tells."""
+
+    listen: Callable[..., Any] | None = None
+    """Called on every rank with each event: steps, moves, changes, rollbacks, faults. Give
+    `dynmo.Csv(path)` and the like on rank 0 alone."""
+    trace: Whole = 0
+    """Steps around each change that `measured.save_trace` writes. 0 records nothing."""
+    peak_flops: Positive | None = None
+    """FLOP/s that a rank can do, for `StepResult.utilization`. Not set: those of the GPU's data
+    sheet, if dynmo knows it."""
+
+
+RECORDS: dict[str, type[Options]] = {"parallel": Parallel, "training": Training, "log": Log}
+"""Arguments of `Pipeline` that hold several options."""
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as `Pipeline` takes them: some in records."""
+    given = dict(options)
+    for name, record in RECORDS.items():
+        own = {key: given.pop(key) for key in record.model_fields if key in given}
+        if own:
+            given[name] = record(**own)
+    return given
 
 
 class AdamW(Options):

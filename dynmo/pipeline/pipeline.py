@@ -5,44 +5,46 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.counterparts import names_checked
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.events import CheckpointEvent, Event
+from dynmo.events import CheckpointEvent, Event, StepResult
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import join_engine, make_engine
-from dynmo.pipeline.batch import Batch, BatchCutter, Cut
-from dynmo.pipeline.case import Dynamism, TokenShares
+from dynmo.pipeline.batch import Batch, BatchCutter
+from dynmo.pipeline.case import Dynamism, Signals
 from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.case_registry import make_cases
 from dynmo.pipeline.cases import Cases
-from dynmo.pipeline.loop import Loop
+from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.former import former_member, former_read
 from dynmo.pipeline.model_flops import ModelFlops, device_peak_flops
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
+    RECORDS,
     SGD,
     AdamW,
-    ClipScope,
     LearningRate,
+    Log,
     NamedOptimizer,
+    Parallel,
     PipelineOptions,
     Precision,
-    Rollback,
+    Training,
 )
 from dynmo.pipeline.placing import (
     check_own_rules,
@@ -52,6 +54,7 @@ from dynmo.pipeline.placing import (
     rank_memory_limit,
 )
 from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.results import STOP, Evaluation, Started, events_beside, result_of
 from dynmo.pipeline.saving import (
     SavedPipeline,
     check_saved,
@@ -62,51 +65,33 @@ from dynmo.pipeline.saving import (
     save_engine,
 )
 from dynmo.pipeline.start import World
-from dynmo.pipeline.step_result import StepResult
-from dynmo.pipeline.torch_modes import in_own_modes
+from dynmo.pipeline.torch_modes import public
+from dynmo.pipeline.views import CaseView, Measured, MeshView
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.plan.options import Balance, BalancerName, Elastic
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.error_text import ranks_text
-from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.meeting import Meeting, meeting_of
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.setup_lines import said_while
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
+from dynmo.runtime.engine.peak_memory import restart_peak
+from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.optim.parameter_groups import GroupRule, ParameterGroups
+from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.trial import Make
 from dynmo.runtime.state.digest import buffers_digest
 from dynmo.schedule.catalogue import ScheduleName
-from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
-    from dynmo.cost.profile_file import Profile
     from dynmo.pipeline.dry_run import RunPlan
     from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
-    from dynmo.plan.decide import DecisionRecord
 
 _logger = logging.getLogger(__name__)
 _DEFAULT = PipelineOptions(microbatches=1)
-
-
-@dataclass(frozen=True)
-class Account:
-    """The time that a pipeline has spent on changes so far, and the work that it has saved.
-
-    Attributes:
-        measure_seconds: Seconds that measuring took on this rank.
-        decide_seconds: Seconds that decisions took on this rank.
-        move_seconds: Seconds that moves took on this rank.
-        spared_forwards: F's of single frozen layers that a case has skipped, on all ranks.
-        gpu_seconds_returned: GPU-seconds of ranks that the run did without.
-    """
-
-    measure_seconds: float
-    decide_seconds: float
-    move_seconds: float
-    spared_forwards: int
-    gpu_seconds_returned: float
+_PARALLEL, _TRAINING, _LOG = Parallel(), Training(), Log()
 
 
 class Pipeline:
@@ -122,9 +107,6 @@ class Pipeline:
         optimizer: `dynmo.AdamW` or `dynmo.SGD`. Or a function from groups of parameters to one of
             torch's optimizers, such as `functools.partial(torch.optim.RAdam, lr=1e-3)`. Each rank
             updates its own layers, so the update of a parameter may not read another's.
-        groups: Takes the name of a parameter, as in `state_dict`, and the parameter without values.
-            Returns a dict of the options that it has of its own, such as `{"weight_decay": 0.0}`,
-            or None. The key "optimizer" gives it another function.
         learning_rate: How the rate changes over `steps`. None leaves it to torch's schedulers, on
             `pipeline.optimizer`.
         balance: `dynmo.Balance`, or the name of a balancer: "exact" moves layers between ranks when
@@ -135,40 +117,17 @@ class Pipeline:
         steps: Steps of the whole training. A move must repay itself within them. None means that
             the training has no known end.
         seed: Seeds the random numbers of layers while training, such as dropout.
-        micro_batch: Samples in a microbatch, to know the memory of a step before the first one.
         schedule: Order of F, B and W on each rank, such as "1f1b", "zb-h1" or "zb-v". "auto"
             chooses the fastest that fits, together with the placement, and may change it later.
-        post_validation: Whether a step ends without a barrier. See `advance`.
-        rollback: How a step is taken back: "exact" or "in-place".
-        chunks: Stages per rank. None means the schedule's own number.
         memory_limit: Bytes of each rank, or a size such as "40GiB". A list has one for each rank of
             a pipeline. None means the memory of the device on CUDA, and no limit on CPU.
-        pipeline: Ranks of a pipeline. None means the world's ranks over `replicas`. With `slices`
-            it is the number of slices.
         replicas: Number of pipelines that train side by side. It must divide the ranks.
-        expert: Number of replicas that share one set of experts. It must divide the replicas.
-        zero: 1 shards the optimizer state over the replicas (ZeRO-1).
-        slices: Whether the ranks of a pipeline are slices of one GPU, in one process.
-        max_grad_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
-        clip_scope: "global", or "local": each layer is clipped by its own norm.
         precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
-        loss_scale: A power of two, or "dynamic". None means "dynamic" for float16 alone.
-        loss_scale_window: Good steps after which a dynamic loss scale doubles.
-        recompute: Layers whose activations are recomputed in B: "none", "all", "auto" or indices.
-        head_tokens: Most tokens whose logits exist at once. The output layer and the loss then run
-            a piece of the sequence at a time, all in B. None means all tokens of a microbatch.
-        reduction_slots: Number of groups in which gradients are summed. With an equal number, any
-            number of replicas gives the same bits. None means one per replica.
-        compile: Whether torch.compile runs the parts of a layer between its linear layers.
-        deterministic: On CUDA, whether to use only kernels that give the same bits in each run.
-        listen: Called on every rank with each event: steps, moves, changes, rollbacks, faults. Give
-            `dynmo.Csv(path)` and the like on rank 0 alone.
-        trace: Steps around each change that `save_trace` writes. 0 records nothing.
-        peak_flops: FLOP/s that a rank can do, for `StepResult.utilization`. None means those of the
-            GPU's data sheet, if dynmo knows it.
-        check_memory: Whether the first placement must fit `memory_limit`.
         resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
             mesh are then those of the checkpoint, if the options allow them.
+        parallel: Ranks and stages of a pipeline, and what replicas share.
+        training: Clipping, loss scale, recomputation, post-validation and the like.
+        log: Who listens, and what is recorded.
 
     Raises:
         ConfigError: An option is wrong, or the ranks have different modules or code.
@@ -185,8 +144,8 @@ class Pipeline:
         True
     """
 
-    @names_checked
-    @in_own_modes
+    @former_read
+    @public
     def __init__(  # noqa: PLR0913
         self,
         model: Model,
@@ -194,42 +153,30 @@ class Pipeline:
         *,
         microbatches: int,
         optimizer: AdamW | SGD | NamedOptimizer | Make = _DEFAULT.optimizer,
-        groups: GroupRule | None = _DEFAULT.groups,
         learning_rate: LearningRate | None = _DEFAULT.learning_rate,
         balance: Balance | BalancerName = _DEFAULT.balance,
         cases: Sequence[CaseOptions | Dynamism] = (),
         elastic: Elastic | None = None,
         steps: int | None = _DEFAULT.steps,
         seed: int = _DEFAULT.seed,
-        micro_batch: int | None = _DEFAULT.micro_batch,
         schedule: ScheduleName = _DEFAULT.schedule,
-        post_validation: bool = _DEFAULT.post_validation,
-        rollback: Rollback = _DEFAULT.rollback,
-        chunks: int | None = _DEFAULT.chunks,
         memory_limit: int | str | Sequence[int | str] | None = None,
-        pipeline: int | None = None,
         replicas: int = _DEFAULT.replicas,
-        expert: int = _DEFAULT.expert,
-        zero: int = _DEFAULT.zero,
-        slices: bool = _DEFAULT.slices,
-        max_grad_norm: float = _DEFAULT.max_grad_norm,
-        clip_scope: ClipScope = _DEFAULT.clip_scope,
         precision: Precision = _DEFAULT.precision,
-        loss_scale: float | Literal["dynamic"] | None = _DEFAULT.loss_scale,
-        loss_scale_window: int = _DEFAULT.loss_scale_window,
-        recompute: Literal["none", "all", "auto"] | Collection[int] = _DEFAULT.recompute,
-        head_tokens: int | None = _DEFAULT.head_tokens,
-        reduction_slots: int | None = _DEFAULT.reduction_slots,
-        compile: bool = _DEFAULT.compile,
-        deterministic: bool = _DEFAULT.deterministic,
-        listen: Callable[[Event], None] | None = None,
-        trace: int = 0,
-        peak_flops: float | None = _DEFAULT.peak_flops,
-        check_memory: bool = True,
         resume: str | Path | None = None,
+        parallel: Parallel = _PARALLEL,
+        training: Training = _TRAINING,
+        log: Log = _LOG,
     ) -> None:
         keys = PipelineOptions.model_fields
         given = {key: value for key, value in locals().items() if key in keys}
+        for name, kind in RECORDS.items():
+            record = locals()[name]
+            if not isinstance(record, kind):
+                raise ConfigError(f"{name} is {_kind(record)}; give dynmo.{kind.__name__}(...)")
+            given |= {key: getattr(record, key) for key in kind.model_fields}
+        listen, trace = given.pop("listen"), given.pop("trace")
+        check_memory, pipeline = given.pop("check_memory"), given["pipeline"]
         ranks = _check_kinds(model, world, optimizer, learning_rate)
         if not isinstance(cases, Sequence):
             raise ConfigError(f"cases is {_kind(cases)}; give a list of cases")
@@ -249,7 +196,7 @@ class Pipeline:
             raise ConfigError(problem)
         if learning_rate is not None and steps is None:
             raise ConfigError("learning_rate needs the steps of the training; give steps")
-        if deterministic and world.device.type == "cuda":
+        if options.deterministic and world.device.type == "cuda":
             torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
         on_cuda = world.device.type == "cuda"
         facts = options.facts(model.layers, model.options, on_cuda)
@@ -259,6 +206,7 @@ class Pipeline:
         self._world = ranks
         self.extra: dict[str, Any] = {}
         self._model, self._options, self._listen = model, options, listen
+        self._emit = partial(_tell, listen)
         self._check_memory, self._trace = check_memory, trace
         self._watches_ranks = elastic is not None
         self._memory_limit = rank_memory_limit(options, ranks)
@@ -304,7 +252,7 @@ class Pipeline:
             self._engine.store.check_names(range(model.layers))
         agree_on_cases(world, self._cases)
         if saved is None:
-            self._loop = self._make_loop()
+            self._begin_at(0)
             return None
         self._go_on(saved)
         return saved.state.reference
@@ -329,7 +277,7 @@ class Pipeline:
         state = saved.state
         self.extra = state.extra
         loss = math.nan if state.loss is None else state.loss
-        self._loop = self._make_loop(saved.step, loss, state.moves)
+        self._begin_at(saved.step, loss, state.moves)
         if self._options.learning_rate is None:
             # Older checkpoints have the learning rate alone.
             older = [] if state.lr is None else [{"lr": state.lr}]
@@ -349,68 +297,83 @@ class Pipeline:
         self._engine = join_engine(
             self._options, self._world, self._model, self._cases, newcomer, self._memory_limit
         )
-        self._loop = self._make_loop(newcomer.step, state["loss"], state["moves"], joined=True)
+        self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
         if self._options.learning_rate is None:
             self._optimizer.restore(state["groups"])
         self._before = None
         self._watch(newcomer.reference)
 
     def __repr__(self) -> str:
-        if "_loop" not in vars(self) or self._loop.left:
+        if "_changes" not in vars(self) or self._changes.left:
             return f"Pipeline({self._model.layers} layers, no rank of the training)"
-        ranks, replicas = self.shape
+        ranks, replicas = self.mesh.shape
         where = f"{ranks} rank{'s' * (ranks > 1)}" + (
             f" x {replicas} replicas" if replicas > 1 else ""
         )
         return (
             f"Pipeline({self._model.layers} layers on {where}, {self.options.schedule}, "
-            f"{self.microbatches} microbatches, step {self.steps})"
+            f"{self.mesh.microbatches} microbatches, step {self.steps})"
         )
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("_engine", "_loop", "_shapes"):
+            if name in ("_engine", "_changes", "_shapes"):
                 raise RunError(
                     "this process is no rank of the training; call join(), and go on if it "
                     "returns True"
                 )
-            raise AttributeError(name)
+            return former_member(self, name)
 
-    def _make_loop(
-        self, step: int = 0, loss: float = math.nan, moves: int = 0, joined: bool = False
-    ) -> Loop:
+    def _begin_at(
+        self, step: int, loss: float = math.nan, moves: int = 0, joined: bool = False
+    ) -> None:
+        """Makes what leads from step to step, before this step."""
         options, engine = self._options, self._engine
         cases = Cases(self._cases, engine)
         rebalancer = Rebalancer(options, engine, cases, self._shapes, moves, self._memory_limit)
-        loop = Loop(
-            options, engine, cases, rebalancer, self._listen, step=step, loss=loss, joined=joined
+        # The steps that are done, and the loss of the last one.
+        self._step, self._loss = step, loss
+        # Steps without a result yet, and results that were not returned yet.
+        self._started: dict[int, Started] = {}
+        self._ready: list[StepResult] = []
+        self._is_set_up = False  # a step is final
+        self._begin = time.perf_counter()
+        self._changes = Changes(
+            options,
+            engine,
+            cases,
+            rebalancer,
+            self._emit,
+            self._optimizer.saved,
+            step if joined else None,
         )
         cases.take_over(engine)
-        loop.groups = self._optimizer.saved
-        loop.peak_flops = options.peak_flops or device_peak_flops(
+        engine.pending.take_failed()  # an earlier training may have left it
+        self._changes.tell_barrier(step)
+        self._peak_flops = options.peak_flops or device_peak_flops(
             self._world.device, options.precision
         )
-        return loop
 
     def _watch(self, reference: float | None) -> None:
         """Watches ranks and ops, if that is wanted."""
-        loop, engine = self._loop, self._engine
+        changes, engine = self._changes, self._engine
         if self._watches_ranks:
             from dynmo.elastic.newcomers import Newcomers
             from dynmo.pipeline.elasticity import Elasticity
 
-            opens = self._world.rank == 0 and self._world.home is not None
-            newcomers = (
-                Newcomers(loop.options.elastic, self._world, self.identity) if opens else None
+            opens, newcomers = self._world.rank == 0 and self._world.home is not None, None
+            if opens:
+                newcomers = Newcomers(changes.options.elastic, self._world, self.mesh.identity)
+            changes.elastic = Elasticity(
+                changes.options, engine, changes.rebalancer, newcomers, reference
             )
-            loop.elastic = Elasticity(loop.options, engine, loop.rebalancer, newcomers, reference)
         if self._trace:
             from dynmo.pipeline.trace import Tracer
 
             layout = engine.store.layout
             of_slices = layout.stage_ranks if layout.sliced else None
-            loop.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
+            changes.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
 
     def _known_shapes(self, is_new: bool) -> tuple[LayerCost, ...] | None:
         """Returns the layers' bytes by shapes, if a memory limits them."""
@@ -430,7 +393,7 @@ class Pipeline:
 
     # -- training ----------------------------------------------------------------------------------
 
-    @names_checked
+    @public
     def step(
         self,
         inputs: Batch | None = None,
@@ -474,16 +437,15 @@ class Pipeline:
             RunError: The loss or a gradient is not finite, or this process is no rank of the
                 training (`left`).
         """
-        results = self.advance(inputs, targets, samples=samples, stop=stop, adapt=adapt)
+        results = self._train(inputs, targets, samples, stop, adapt)
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
                 "true then, stop or call join()"
             )
-        return (results + self.drain())[-1]
+        return (results + self._drain())[-1]
 
-    @names_checked
-    @in_own_modes
+    @public
     def advance(
         self,
         inputs: Batch | None = None,
@@ -514,32 +476,104 @@ class Pipeline:
             RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
                 was updated.
         """
-        before = self.adapt() if adapt else ()
+        return self._train(inputs, targets, samples, stop, adapt)
+
+    def _train(
+        self,
+        inputs: Batch | None,
+        targets: Tensor | list[Tensor] | None,
+        samples: Sequence[Hashable] | None,
+        stop: bool,
+        adapt: bool,
+    ) -> tuple[StepResult, ...]:
+        before = self._adapt() if adapt else ()
         if self.left:
             return before
-
-        def cut() -> tuple[Cut, Cut, Tensor | float]:
-            self._loop.cases.take_samples(samples, self.microbatches)
-            return *self._cut(inputs, targets), self._model_flops.of(inputs)
-
+        engine, changes = self._engine, self._changes
         with (
-            said_while(self._world.rank, "is in its first step", not self._loop.is_set_up),
-            self._loop.cases.dropping_samples(),
+            said_while(self._world.rank, "is in its first step", not self._is_set_up),
+            changes.cases.dropping_samples(),
         ):
-            results = self._loop.advance(cut, self._rates(), stop)
+            engine.pending.raise_failure()
+            step, batch, rates = self.steps, None, self._rates()
+            restart_peak(self._world.device)
+            if changes.made != step:
+                self._begin = time.perf_counter()
+            partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
+            started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
+            flag = STOP * stop + (0 if changes.elastic is None else changes.elastic.call())
+            with engine.attempt(step if engine.pending.validates else None):
+                changes.cases.take_samples(samples, self.mesh.microbatches)
+                batch = self._cut(inputs, targets)
+                batch = batch._replace(work=self._model_flops.of(inputs))
+                if not self._is_set_up:
+                    # Loops compile as they make the first schedule. That is no training time.
+                    engine.programs.executor()
+                    self._begin = time.perf_counter()
+            records = engine.pending.take_done()
+            if batch is not None:
+                settings = StepSettings(step, rates, self.options.max_grad_norm, flag)
+                records += engine.train(batch, settings)
+            self._started[step] = started
+            started.seconds = time.perf_counter() - self._begin
+            self._begin = time.perf_counter()
+            self._step = step + 1
+            self._ready += map(self._finish, records)
         self._optimizer.step()
-        return before + results
+        return before + self._take()
 
-    @in_own_modes
+    @public
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final, if `advance` has not.
 
         Returns:
             The results that were not returned before.
         """
-        return self._loop.drain()
+        return self._drain()
 
-    @in_own_modes
+    def _drain(self) -> tuple[StepResult, ...]:
+        self._settle()
+        return self._take()
+
+    def _settle(self) -> None:
+        """Waits until the last step is final. Its result is returned later."""
+        start = time.perf_counter()
+        records = self._engine.drain()
+        if records:
+            self._started[records[-1].step].seconds += time.perf_counter() - start
+        self._ready += map(self._finish, records)
+
+    def _take(self) -> tuple[StepResult, ...]:
+        results, self._ready = tuple(self._ready), []
+        return results
+
+    def _finish(self, record: StepRecord) -> StepResult:
+        """Makes the result of a step that is final, and tells it."""
+        engine, changes, elastic = self._engine, self._changes, self._changes.elastic
+        self._is_set_up = True
+        meeting_of(engine.store.world).end_setup()
+        step, started = record.step, self._started.pop(record.step)
+        self._loss = record.loss
+        if changes.tracer is not None:
+            changes.tracer.observe(step, record.step_output.intervals)
+        self._emit(changes.rebalancer.observe(step, started.seconds, record.busy))
+        result = result_of(
+            record,
+            started,
+            engine,
+            self.options,
+            self._peak_flops,
+            0.0 if elastic is None else elastic.gpu_seconds_returned,
+            self._listen is not None,
+        )
+        self._emit(result, *events_beside(record, engine.optimizer_step.scaler.scale))
+        if elastic is not None:
+            elastic.hear(record.flags)
+        # Last, so that the ranks agree on the step whatever a case raises.
+        changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
+        return result
+
+    @public
     def adapt(self) -> tuple[StepResult, ...]:
         """Changes what is to be changed before the next step. `step` calls it by itself.
 
@@ -549,65 +583,26 @@ class Pipeline:
         Returns:
             The results of steps that had to become final before.
         """
-        return self._loop.adapt() if self._before is None else ()
+        return self._adapt()
 
-    @property
-    def decisions(self) -> tuple[DecisionRecord, ...]:
-        """What `adapt` decided last, each with the measurements that it rests on.
-
-        `DecisionRecord.to_text` is a line for a file that `dynmo simulate` reads.
-        """
-        return tuple(self._loop.rebalancer.records)
+    def _adapt(self) -> tuple[StepResult, ...]:
+        if self._before is not None:
+            return ()
+        self._engine.pending.raise_failure()
+        step, changes = self.steps, self._changes
+        if changes.made == step:
+            return ()
+        results = self._drain() if changes.are_due(step) else ()
+        changes.make(step, self._loss)
+        self._begin = time.perf_counter()
+        return results
 
     def _rates(self) -> tuple[dict[str, Any], ...]:
         """Returns the options of each group of parameters in the next step."""
-        rule, end = self._loop.options.learning_rate, self._loop.options.end
+        rule, end = self.options.learning_rate, self.options.end
         return self._optimizer.options(None if rule is None else partial(rule.at, self.steps, end))
 
-    @overload
-    def evaluate(
-        self,
-        inputs: Batch | None = None,
-        targets: Tensor | list[Tensor] | None = None,
-        *,
-        dense: bool = False,
-        outputs: Literal[False] = False,
-        microbatches: int | None = None,
-        shared: bool = False,
-        samples: Sequence[Hashable] | None = None,
-        metrics: None = None,
-    ) -> float: ...
-
-    @overload
-    def evaluate(
-        self,
-        inputs: Batch | None = None,
-        targets: Tensor | list[Tensor] | None = None,
-        *,
-        dense: bool = False,
-        outputs: Literal[True],
-        microbatches: int | None = None,
-        shared: bool = False,
-        samples: Sequence[Hashable] | None = None,
-        metrics: None = None,
-    ) -> tuple[float, Tensor | tuple[Tensor, ...] | None]: ...
-
-    @overload
-    def evaluate(
-        self,
-        inputs: Batch | None = None,
-        targets: Tensor | list[Tensor] | None = None,
-        *,
-        dense: bool = False,
-        outputs: Literal[False] = False,
-        microbatches: int | None = None,
-        shared: bool = False,
-        samples: Sequence[Hashable] | None = None,
-        metrics: Metrics,
-    ) -> tuple[float, dict[str, float]]: ...
-
-    @names_checked
-    @in_own_modes
+    @public
     def evaluate(
         self,
         inputs: Batch | None = None,
@@ -619,7 +614,7 @@ class Pipeline:
         shared: bool = False,
         samples: Sequence[Hashable] | None = None,
         metrics: Metrics | None = None,
-    ) -> float | tuple[float, Tensor | tuple[Tensor, ...] | dict[str, float] | None]:
+    ) -> Evaluation:
         """Computes the mean loss of one batch without training.
 
         Args:
@@ -635,26 +630,22 @@ class Pipeline:
                 {"correct": 17, "tokens": 32}. The rank of the last stage calls it.
 
         Returns:
-            The mean loss over all counted targets of all replicas, the same on every rank. With
-            `outputs=True`, this loss and the last layer's outputs for this replica's batch,
-            [batch, ...]. The outputs are None on ranks without the last stage. With `metrics`, the
-            loss and the sums over all microbatches and replicas, on every rank.
+            The mean loss over all counted targets of all replicas, the same on every rank. It has
+            the outputs and the sums, if they are asked for.
 
         Raises:
             InputError: The batch is missing or cannot be cut, a name is unknown or missing, or
                 ranks of one replica pass different batches.
             RunError: The outputs of the microbatches cannot be concatenated.
         """
-        count = self.microbatches if microbatches is None else microbatches
+        count = self.mesh.microbatches if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
-        self._loop.settle()
+        self._settle()
         with self._engine.attempt():
-            cut_inputs, cut_targets = self._cut(inputs, targets, count)
+            batch = self._cut(inputs, targets, count)
             # Outputs that were kept are those of an evaluation that is not dense.
-            self._loop.cases.take_samples(None if dense else samples, count)
-        if outputs and metrics is not None:
-            raise InputError("evaluate returns outputs or metrics; call it once for each")
+            self._changes.cases.take_samples(None if dense else samples, count)
         collected = dict[int, object]() if outputs else None
         sums = None
         if metrics is not None:
@@ -662,29 +653,24 @@ class Pipeline:
 
             sums = MetricSums(metrics)
         with ExitStack() as off:
-            for context in self._loop.cases.dense() if dense else ():
+            for context in self._changes.cases.dense() if dense else ():
                 off.enter_context(context)
-            off.enter_context(self._loop.cases.dropping_samples())
+            off.enter_context(self._changes.cases.dropping_samples())
             loss = self._engine.evaluate(
-                cut_inputs,
-                cut_targets,
+                batch,
                 count,
                 shares=not shared,
                 outputs=collected,
                 observe=sums,
             )
+        result = Evaluation(loss)
         if sums is not None:
-            return loss, sums.over(self._engine.store.world, shares=not shared)
-        if collected is None:
-            return loss
-        from dynmo.pipeline.whole_model import join_outputs
+            result.metrics = sums.over(self.mesh.world, shares=not shared)
+        if collected is not None:
+            from dynmo.pipeline.whole_model import join_outputs
 
-        return loss, join_outputs(self._engine.store.world, collected)
-
-    @property
-    def has_dense(self) -> bool:
-        """Whether some case can be switched off for an evaluation (`dense`)."""
-        return next(self._loop.cases.dense(), None) is not None
+            result.outputs = join_outputs(self.mesh.world, collected)
+        return result
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -698,17 +684,33 @@ class Pipeline:
     @property
     def options(self) -> PipelineOptions:
         """All options, as they are now."""
-        return self._loop.options
+        return self._changes.options
+
+    @property
+    def mesh(self) -> MeshView:
+        """The ranks, and where the layers are."""
+        return MeshView(self._engine, self._changes)
+
+    @property
+    def measured(self) -> Measured:
+        """Costs of the layers, decisions and what they have brought."""
+        return Measured(self._engine, self._changes, self._shapes, self._loss)
+
+    @property
+    def cases(self) -> CaseView:
+        """What the dynamic cases tell."""
+        return CaseView(self._changes)
 
     @property
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
-        return self._loop.step if self._before is None else self._before[0]
-
-    @property
-    def loss(self) -> float:
-        """Loss of the last final step. NaN before the first."""
-        return self._loop.loss if self._before is None else self._before[1]
+        if self._before is not None:
+            return self._before[0]
+        failed = self._engine.pending.take_failed()
+        if failed is not None:  # a step whose error was raised is not done
+            self._step = self._changes.made = failed
+            self._started = {at: each for at, each in self._started.items() if at < failed}
+        return self._step
 
     @property
     def left(self) -> bool:
@@ -716,9 +718,9 @@ class Pipeline:
 
         It has left (`adapt`), or has not joined yet. `join` waits until it is a rank.
         """
-        return self._before is not None or self._loop.left
+        return self._before is not None or self._changes.left
 
-    @in_own_modes
+    @public
     def join(self, stopping: Callable[[], bool] | None = None) -> bool:
         """Waits until the training needs this process, and becomes a rank of it (again).
 
@@ -740,45 +742,16 @@ class Pipeline:
 
         if not self.left:
             raise RunError("this process is a rank already; call join() if pipeline.left is true")
-        identity = self.identity
+        identity = self._identity()
         if self._before is None:
-            self._before = self.steps, self.loss
-            del self._engine, self._loop
+            self._before = self.steps, self._loss
+            del self._engine, self._changes
             gc.collect()
             if self._world.device.type == "cuda":
                 torch.cuda.empty_cache()
         return join(self._world, identity, self._take_up, stopping or (lambda: False))
 
-    @property
-    def token_shares(self) -> Mapping[str, TokenShares]:
-        """The last counts of each case by its name, such as the load of experts.
-
-        Cases count at the start of the next step.
-        """
-        return self._loop.token_shares
-
     # -- ranks and places of layers ----------------------------------------------------------------
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The mesh: ranks (or slices) of a pipeline, and number of replicas."""
-        return self._engine.store.layout.shape
-
-    @property
-    def replica(self) -> int:
-        """Number of this rank's replica."""
-        return self._engine.store.world.replica
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a step on each replica."""
-        return self._loop.options.all_microbatches // self._engine.store.world.replicas
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Ranks (or slices) of a pipeline that hold the first and the last stage."""
-        stage_ranks = self._engine.store.layout.stage_ranks
-        return stage_ranks[0], stage_ranks[-1]
 
     @property
     def needs_data(self) -> bool:
@@ -787,7 +760,7 @@ class Pipeline:
         `adapt` may change it, with `schedule="auto"` or another mesh.
         """
         store = self._engine.store
-        return store.layout.sliced or store.world.rank in self.ends
+        return store.layout.sliced or store.world.rank in self.mesh.ends
 
     def sampler(
         self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0
@@ -809,114 +782,54 @@ class Pipeline:
         """
         from dynmo.pipeline.sampler import ReplicaSampler
 
-        replicas = self.shape[1]
+        replicas = self.mesh.shape[1]
         if batch < 1 or batch % replicas or batch > len(dataset):
             raise InputError(
                 f"batch = {batch}: give a multiple of {replicas} replicas, of at most "
                 f"{len(dataset)} samples of the dataset"
             )
-        place = lambda: (self.replica, self.shape[1])  # noqa: E731
+        place = lambda: (self.mesh.replica, self.mesh.shape[1])  # noqa: E731
         return ReplicaSampler(dataset, batch, place, shuffle=shuffle, seed=seed)
 
-    @property
-    def wants_samples(self) -> bool:
-        """Whether a case asks for the samples of each microbatch (`step(samples=...)`)."""
-        return any(case.wants_samples for case in self._cases)
-
-    @property
-    def partition(self) -> Partition:
-        """Number of layers on each stage."""
-        return self._engine.store.layout.partition
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the next step."""
-        return self._engine.schedule_keeper.on(self._engine.store.layout.partition)
-
-    @property
-    def modules(self) -> Mapping[int, nn.Module]:
-        """The layers that this rank holds, by their index in the model.
-
-        A move changes them.
-        """
-        return {index: self._engine.store.modules[index] for index in self._engine.store.own}
-
-    def costs(self) -> tuple[LayerCost, ...]:
-        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
-        from dynmo.pipeline.gathering import measured_costs
-
-        return measured_costs(self._engine, self._shapes)
-
-    def forget_costs(self) -> None:
-        """Drops all measurements. The next step measures anew."""
-        self._engine.profiler.forget(range(self._engine.model.layers))
-
-    def profile(
-        self, steps: int | None = None, costs: Sequence[LayerCost] | None = None
-    ) -> Profile:
-        """Returns the layers' costs as a costs file has them, for `dynmo plan` and `simulate`.
-
-        Args:
-            steps: Number of steps that the costs were measured over.
-            costs: Cost of each layer. The default is `costs()`.
-        """
-        from dynmo.pipeline.gathering import profile_of
-        from dynmo.pipeline.shape_costs import shapes_of, with_workspace
-
-        measured = tuple(self.costs() if costs is None else costs)
-        if self._shapes is None:
-            level = logging.INFO if self._world.everyone.rank else logging.WARNING
-            shapes = (
-                None
-                if self.options.micro_batch is None
-                else shapes_of(self.options, self._engine.model, level=level)
-            )
-            measured = with_workspace(measured, shapes, self._engine.store.layout.recomputed)
-        return profile_of(self.options, self._engine, measured, steps)
-
-    @in_own_modes
-    def rebalance(self) -> bool:
-        """Decides now on the placement of layers, and moves them if that repays itself.
-
-        A move must repay itself within `steps`.
-
-        Returns:
-            True if layers have moved.
-
-        Raises:
-            RunError: No step has been measured yet.
-        """
-        if not self._loop.rebalancer.measured:
-            raise RunError(
-                "rebalance was called before a step was measured; train at least one step first"
-            )
-        before = self._engine.store.layout.partition
-        self._loop.consider()
-        return self._engine.store.layout.partition != before
-
-    @in_own_modes
+    @public
     def move(
-        self, partition: Partition | Sequence[int], schedule: ScheduleName | None = None
-    ) -> None:
-        """Moves layers to `partition`, with gradients and optimizer state.
+        self,
+        partition: Partition | Sequence[int] | None = None,
+        schedule: ScheduleName | None = None,
+    ) -> bool:
+        """Moves layers, with gradients and optimizer state.
 
         Args:
-            partition: Number of layers on each stage, first stage first.
+            partition: Number of layers on each stage, first stage first. None decides now, by the
+                measured costs: layers move if that repays itself within `steps`.
             schedule: With `schedule="auto"`, the schedule of the next steps: "zb-auto" or
                 "interleaved-1f1b", say. None keeps the present one.
+
+        Returns:
+            Whether the placement is another one now.
 
         Raises:
             ConfigError: The schedule cannot be changed.
             PartitionError: The placement has another number of layers or stages.
+            RunError: Nothing was measured that a decision could rest on.
         """
-        Actions(self._engine).move(
-            partition if isinstance(partition, Partition) else Partition(tuple(partition)),
-            schedule,
-        )
+        before = self.mesh.partition
+        if partition is None:
+            if not self._changes.rebalancer.measured:
+                raise RunError(
+                    "move was called without a placement before a step was measured; train at "
+                    "least one step first, or give the number of layers on each stage"
+                )
+            self._changes.consider(self.steps)
+        else:
+            if not isinstance(partition, Partition):
+                partition = Partition(tuple(partition))
+            Actions(self._engine).move(partition, schedule)
+        return self.mesh.partition != before
 
     # -- trained layers ----------------------------------------------------------------------------
 
-    @in_own_modes
+    @public
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
 
@@ -927,9 +840,9 @@ class Pipeline:
             PartitionError: There is no such layer, or none would train.
         """
         Actions(self._engine).freeze(layers)
-        self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
+        self._emit(self._changes.rebalancer.on_workload_change(self.steps))
 
-    @in_own_modes
+    @public
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had.
 
@@ -940,11 +853,11 @@ class Pipeline:
             PartitionError: There is no such layer.
         """
         Actions(self._engine).unfreeze(layers)
-        self._loop.emit(self._loop.rebalancer.on_workload_change(self.steps))
+        self._emit(self._changes.rebalancer.on_workload_change(self.steps))
 
     # -- saving ------------------------------------------------------------------------------------
 
-    @in_own_modes
+    @public
     def save(
         self,
         folder: str | Path,
@@ -969,13 +882,13 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
-        loop, engine = self._loop, self._engine
-        loop.settle()
+        changes, engine = self._changes, self._engine
+        self._settle()
         state = kept_settings(engine) | {
             "extra": extra or {},
             "groups": self._optimizer.saved(),
             "shape": list(engine.store.layout.shape),
-            "reference": None if loop.elastic is None else loop.elastic.reference,
+            "reference": None if changes.elastic is None else changes.elastic.reference,
         }
         with engine.attempt():
             saved = save_engine(
@@ -984,16 +897,16 @@ class Pipeline:
                 self.steps,
                 keep,
                 self._cases,
-                loss=loop.loss,
-                moves=loop.rebalancer.moves,
+                loss=self._loss,
+                moves=changes.rebalancer.moves,
                 extra=state,
                 best=best,
             )
         path = str(saved.path)
-        loop.emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
+        self._emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
         return saved.path
 
-    @in_own_modes
+    @public
     def load(self, folder: str | Path) -> int:
         """Goes on from the newest complete checkpoint in `folder`.
 
@@ -1011,14 +924,14 @@ class Pipeline:
                 optimizer.
         """
         self.drain()
-        before, saved = self._loop, find_checkpoint(Path(folder), self._world)
+        before, saved = self._changes, find_checkpoint(Path(folder), self._world)
         check_saved(saved, self._engine.model)
         self._options = before.options
         self._go_on(saved)
-        self._loop.tracer, self._loop.elastic = before.tracer, before.elastic
-        self._loop.cases.skipped = before.cases.skipped
+        self._changes.tracer, self._changes.elastic = before.tracer, before.elastic
+        self._changes.cases.skipped = before.cases.skipped
         if before.elastic is not None:
-            before.elastic.go_on(self._loop.rebalancer, saved.state.reference)
+            before.elastic.go_on(self._changes.rebalancer, saved.state.reference)
         return self.steps
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -1036,7 +949,7 @@ class Pipeline:
         """
         return WholeModel(self._engine).state_dict(everywhere)
 
-    @in_own_modes
+    @public
     def load_state_dict(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Replaces the weights and persistent buffers of all layers.
 
@@ -1053,38 +966,15 @@ class Pipeline:
         """
         WholeModel(self._engine).load_state_dict(state)
 
-    def digest(self) -> str:
-        """Returns the SHA-256 of all weights. It is equal exactly if all weights are."""
-        return self._engine.digest()
+    def digest(self, *, buffers: bool = False) -> str:
+        """Returns the SHA-256 of all weights. It is equal exactly if all weights are.
 
-    def buffers_digest(self) -> str:
-        """Returns the SHA-256 of all persistent buffers, such as running means."""
-        return buffers_digest(self._engine.pending.final)
-
-    @property
-    def identity(self) -> Identity:
-        """What decides the numbers of the training: versions, code, layers."""
-        if self._before is None:
-            return self._engine.store.identity.with_code(self._cases)
-        code = [*self._cases, *self._optimizer.code]
-        from dynmo.models.identity import identity_of
-
-        return identity_of(self._model, self._model.build(())).with_code(code)
+        Args:
+            buffers: Whether to take the persistent buffers instead, such as running means.
+        """
+        return buffers_digest(self._engine.pending.final) if buffers else self._engine.digest()
 
     # -- end ---------------------------------------------------------------------------------------
-
-    def account(self) -> Account:
-        """Returns what changes have cost and saved so far. All ranks call it together."""
-        engine, elastic = self._engine, self._loop.elastic
-        overhead, everyone = self._loop.rebalancer.overhead, engine.store.world.everyone
-        skipped = torch.tensor(self._loop.cases.skipped)
-        return Account(
-            engine.profiler.spent + overhead.measure,
-            overhead.decide,
-            overhead.move,
-            int(everyone.sum(skipped, "what cases have skipped")),
-            0.0 if elastic is None else elastic.gpu_seconds_returned,
-        )
 
     def finish(self) -> tuple[StepResult, ...]:
         """Waits for the last step, and ends the measurement of the last move.
@@ -1093,32 +983,35 @@ class Pipeline:
             The results that were not returned before.
         """
         results = self.drain()
-        self._loop.emit(self._loop.rebalancer.close_measurement(self.steps))
+        self._emit(self._changes.rebalancer.close_measurement(self.steps))
         return results
-
-    def save_trace(self, path: str | Path | None) -> None:
-        """Writes the recorded ops of all ranks, on rank 0. See `trace`.
-
-        Open the file at ui.perfetto.dev. All ranks call it together.
-
-        Args:
-            path: The file. None writes nothing.
-        """
-        if self._loop.tracer is not None:
-            self._loop.tracer.finish(None if path is None else Path(path))
 
     def close(self) -> None:
         """Tells processes that wait to join that the training is over."""
-        if self._before is None and self._loop.elastic is not None:
-            self._loop.elastic.close()
+        if self._before is None and self._changes.elastic is not None:
+            self._changes.elastic.close()
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _cut(self, batch: object, targets: object, count: int | None = None) -> tuple[Cut, Cut]:
+    def _identity(self) -> Identity:
+        if self._before is None:
+            return self.mesh.identity
+        from dynmo.models.identity import identity_of
+
+        code = [*self._cases, *self._optimizer.code]
+        return identity_of(self._model, self._model.build(())).with_code(code)
+
+    def _cut(self, batch: object, targets: object, count: int | None = None) -> StepBatch:
         engine = self._engine
         dtype = torch.float64 if engine.store.is_double else PRECISIONS[self.options.precision]
         cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
-        return cutter.cut(batch, targets, count or self.microbatches)
+        return StepBatch(*cutter.cut(batch, targets, count or self.mesh.microbatches))
+
+
+def _tell(listen: Callable[[Event], None] | None, *events: Event | None) -> None:
+    for event in events:
+        if event is not None and listen is not None:
+            listen(event)
 
 
 def _check_kinds(model: Any, world: Any, optimizer: Any, rate: Any) -> Meeting:

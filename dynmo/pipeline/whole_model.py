@@ -192,7 +192,9 @@ def join_outputs(
     joined: Tensor | tuple[Tensor, ...] | None = None
     failure: RunError | None = None
     try:
-        if outputs and isinstance(outputs[0], tuple):
+        if len(outputs) == 1:
+            joined = cast("Tensor | tuple[Tensor, ...]", outputs[0])
+        elif outputs and isinstance(outputs[0], tuple):
             several = zip(*cast("list[tuple[Tensor, ...]]", outputs), strict=True)
             joined = tuple(torch.cat(parts) for parts in several)
         elif outputs:

@@ -25,7 +25,7 @@ from dynmo.events import (
     RepackEvent,
     RollbackEvent,
     SpeedsEvent,
-    StepEvent,
+    StepResult,
     TokensEvent,
 )
 from dynmo.report.rank_lines import rank_text, speeds_text
@@ -74,7 +74,7 @@ class ProgressLine:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepEvent():
+            case StepResult():
                 figures = (
                     f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle "
                     f"{event.idle_ratio:.0%}  layers {layers_text(event.layers)}"

@@ -12,7 +12,7 @@ from dynmo.events import (
     RepackEvent,
     ResizeEvent,
     SpeedsEvent,
-    StepEvent,
+    StepResult,
 )
 
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
@@ -35,7 +35,7 @@ class RankAccount:
 
 
 def rank_account(
-    steps: Sequence[StepEvent], events: Sequence[RankEvent], returned: float | None
+    steps: Sequence[StepResult], events: Sequence[RankEvent], returned: float | None
 ) -> RankAccount | None:
     """Adds up the ranks of a run."""
     changes = [event for event in events if isinstance(event, ResizeEvent)]

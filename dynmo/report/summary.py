@@ -25,7 +25,7 @@ from dynmo.events import (
     RollbackEvent,
     SkippedEvent,
     SpeedsEvent,
-    StepEvent,
+    StepResult,
     TokensEvent,
 )
 from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
@@ -36,7 +36,7 @@ Changes = (
 
 # Events that come before their step. A resumed run repeats them.
 _ACTS = (
-    StepEvent
+    StepResult
     | DataEvent
     | RebalanceEvent
     | ChangeEvent
@@ -144,7 +144,7 @@ class Summary:
     buffers_digest: str | None
     reason: str | None
     changed: tuple[int, ...]
-    done: tuple[StepEvent, ...]
+    done: tuple[StepResult, ...]
     run_seconds: float | None
     measure_seconds: float | None
     decide_seconds: float | None
@@ -167,7 +167,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     count.
     """
     kept, is_resumed = _lasting(events)
-    steps = tuple(e for e in kept if isinstance(e, StepEvent))
+    steps = tuple(e for e in kept if isinstance(e, StepResult))
     changes = tuple(e for e in kept if isinstance(e, Changes))
     rank_events = tuple(e for e in kept if isinstance(e, RankEvent))
     seconds = sum(step.seconds for step in steps)
@@ -226,11 +226,11 @@ def _lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
             is_resumed = True
             kept = [e for e in kept if e.step < event.step]
             last = event.step - 1
-        if has_ended and isinstance(event, StepEvent | EndEvent):
-            is_resumed = is_resumed or isinstance(event, StepEvent)
+        if has_ended and isinstance(event, StepResult | EndEvent):
+            is_resumed = is_resumed or isinstance(event, StepResult)
             kept = [e for e in kept if not isinstance(e, EndEvent)]
         match event:
-            case StepEvent():
+            case StepResult():
                 last, has_ended = event.step, False
             case EndEvent():
                 has_ended = True
@@ -242,7 +242,7 @@ def _lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
     return kept, is_resumed
 
 
-def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent]) -> set[int]:
+def _changed(steps: Sequence[StepResult], changes: Sequence[Changes | RankEvent]) -> set[int]:
     """Returns the steps before which the work changed, without the run's first step."""
     told = {
         c.step
@@ -253,9 +253,9 @@ def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent])
     return {step for step in told if steps and step > steps[0].step}
 
 
-def cut_phases(steps: Sequence[StepEvent], changed: Collection[int]) -> tuple[Phase, ...]:
+def cut_phases(steps: Sequence[StepResult], changed: Collection[int]) -> tuple[Phase, ...]:
     """Cuts the steps where the work or the placement changed."""
-    groups: list[list[StepEvent]] = []
+    groups: list[list[StepResult]] = []
     for step in steps:
         if groups and step.step not in changed and groups[-1][-1].layers == step.layers:
             groups[-1].append(step)
@@ -264,7 +264,7 @@ def cut_phases(steps: Sequence[StepEvent], changed: Collection[int]) -> tuple[Ph
     return tuple(_phase(group) for group in groups)
 
 
-def _phase(group: Sequence[StepEvent]) -> Phase:
+def _phase(group: Sequence[StepResult]) -> Phase:
     counted = group[1:] or group
     inherent = [s.inherent_idle for s in counted if s.inherent_idle is not None]
     return Phase(

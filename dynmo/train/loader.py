@@ -82,7 +82,9 @@ class DataLoader:
             sources[-1], own or held_out_of(windows, data.held_out_share), "sequences"
         )
         self._order = (
-            Order(windows, *order, data.held_out_share, own) if pipeline.wants_samples else None
+            Order(windows, *order, data.held_out_share, own)
+            if pipeline.cases.wants_samples
+            else None
         )
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
@@ -95,7 +97,7 @@ class DataLoader:
 
         The replicas' microbatches follow one another in the batch.
         """
-        own, replica = self._pipeline.microbatches, self._pipeline.replica
+        own, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
         part = slice(replica * own, (replica + 1) * own)
         inputs = targets = samples = None
         if self._batches is not None:

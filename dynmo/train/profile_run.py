@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from statistics import median
-from typing import Any
 
 from dynmo import LayerCost, Pipeline
 from dynmo.config import Config
@@ -42,29 +41,29 @@ def measure(
     The dynamic cases act before the first step only. They may freeze a prefix, for example. Nothing
     changes later.
     """
-    options: dict[str, Any] = config.pipeline_options() | {
-        "optimizer": config.optimizer.model_copy(update={"lr": 0.0}),
-        "learning_rate": None,
-        "elastic": None,
-        "max_grad_norm": 0.0,
-        "check_memory": False,
-    }
+    options = config.pipeline_arguments(
+        optimizer=config.optimizer.model_copy(update={"lr": 0.0}),
+        learning_rate=None,
+        elastic=None,
+        max_grad_norm=0.0,
+        check_memory=False,
+    )
     cases = [*config.dynamism.named.values(), *own_cases(config)]
     pipeline = Pipeline(model, world, cases=cases, **options)
     loader = DataLoader(config, world, pipeline, model)
     readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()
-        pipeline.forget_costs()
+        pipeline.measured.forget()
         inputs, targets, _ = loader.train(step)
         pipeline.step(inputs, targets, adapt=step == 0)
-        costs = pipeline.costs()
+        costs = pipeline.measured.costs()
         if step:
             readings.append(costs)
             if listen is not None:
                 listen(step, time.perf_counter() - start)
     measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
-    return pipeline.profile(steps, measured)
+    return pipeline.measured.profile(steps, measured)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

@@ -103,10 +103,8 @@ class Trainer:
             model,
             world,
             cases=[*config.dynamism.named.values(), *own_cases(config)],
-            listen=self._tell,
-            trace=config.trace.steps,
             resume=self._checkpoints if resume else None,
-            **config.pipeline_options(),
+            **config.pipeline_arguments(listen=self._tell, trace=config.trace.steps),
         )
         self.first_step = self.pipeline.steps
         self._lowest = Lowest(**self.pipeline.extra.get("lowest", {}))
@@ -118,7 +116,7 @@ class Trainer:
             )
             _logger.warning(
                 f"{self._checkpoints}/step-{self.first_step:06d} has {self.first_step} steps, and "
-                f"{end}: nothing is left to train; its loss is {self.pipeline.loss:.6f}"
+                f"{end}: nothing is left to train; its loss is {self.pipeline.measured.loss:.6f}"
             )
         self._mesh: tuple[int, ...] | None = None
         if not self.pipeline.left:
@@ -192,7 +190,9 @@ class Trainer:
                 raise RunError(str(error)) from error  # not wrong input, because steps have run
             if self.pipeline.left:
                 seconds, step = time.perf_counter() - start, self.pipeline.steps
-                return RunResult(self.pipeline.loss, "", "", seconds, False, step, (), left=True)
+                return RunResult(
+                    self.pipeline.measured.loss, "", "", seconds, False, step, (), left=True
+                )
         result = self.finish(time.perf_counter() - start, interrupted)
         if interrupted and self.config.data.has_samples:
             self._check_samples()
@@ -216,7 +216,7 @@ class Trainer:
         train, pipeline = self.config.train, self.pipeline
         interrupted = self._finish(pipeline.adapt())
         if self._log is not None:
-            self._log.record_decisions(pipeline.decisions)
+            self._log.record_decisions(pipeline.measured.decisions)
         if pipeline.left:
             return False
         with said_while(self._world.rank, "reads its data", not self._stepped):
@@ -262,7 +262,7 @@ class Trainer:
             self.config = with_options(self.config, ("train",), {"micro_batch": size})
             if self._log is not None:
                 self._log.record_micro_batch(size)
-        mesh = (*pipeline.shape, *pipeline.ends)
+        mesh = (*pipeline.mesh.shape, *pipeline.mesh.ends)
         if self._mesh == mesh:
             return
         if not self.config.data.has_samples:
@@ -284,22 +284,24 @@ class Trainer:
         """Ends the run after the last turn, whose steps took so many seconds."""
         pipeline = self.pipeline
         self._finish(pipeline.finish())
-        step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.buffers_digest()
+        step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.digest(buffers=True)
         if step > self.first_step:
-            pipeline.save_trace(None if self._folder is None else self._folder / "trace.json")
-        account = pipeline.account()
+            pipeline.measured.save_trace(
+                None if self._folder is None else self._folder / "trace.json"
+            )
+        account = pipeline.measured.account()
         is_whole, lowest = step >= self.config.train.steps, self._lowest
         if lowest.step is not None and self._log is not None and self._log.writes:
             _logger.warning(f"lowest held-out loss {lowest.loss:.6f} after step {lowest.step}")
         if step > self.first_step:
             # Last: rank 0 may compute for seconds, and no rank waits for it.
-            costs = pipeline.costs()
+            costs = pipeline.measured.costs()
             if self._log is not None and self._log.writes:
-                self._log.record_costs(pipeline.profile(step - self.first_step, costs))
+                self._log.record_costs(pipeline.measured.profile(step - self.first_step, costs))
         self._tell(
             EndEvent(
                 step,
-                pipeline.loss,
+                pipeline.measured.loss,
                 digest,
                 seconds,
                 reason="interrupted" if interrupted else "done" if is_whole else "stopped",
@@ -314,7 +316,13 @@ class Trainer:
             )
         )
         return RunResult(
-            pipeline.loss, digest, buffers, seconds, interrupted, step, pipeline.partition.counts
+            pipeline.measured.loss,
+            digest,
+            buffers,
+            seconds,
+            interrupted,
+            step,
+            pipeline.mesh.partition.counts,
         )
 
     def settle(self) -> bool:
@@ -347,10 +355,10 @@ class Trainer:
                 shared=True,
                 samples=samples,
             )
-            return loss, tokens / (time.perf_counter() - start)
+            return float(loss), tokens / (time.perf_counter() - start)
 
         results = evaluate(dense=False)
-        if pipeline.has_dense:
+        if pipeline.cases.has_dense:
             results += evaluate(dense=True)
         told = EvalEvent(pipeline.steps - 1, *results, held_out=loader.evaluates_on)
         self._tell(told)

@@ -54,6 +54,7 @@ LONG = (
     "cases --case mixture_of_depths --steps 20 --pairs 1",
     "cases --case pruning --steps 20 --pairs 1",
     "decision_path",
+    "step_path",
     "delays --stride 24 --draws 1 --settings 1 --pairs 1 --shortest 0.001",
     "elastic --only plain",
     "executor --rounds 1 --real_rounds 1 --milliseconds 1 --hidden 64",
@@ -236,6 +237,11 @@ def check_decision_path(figures: dict[str, Any]) -> None:
         assert row["crossings"] <= 40
 
 
+def check_step_path(figures: dict[str, Any]) -> None:
+    assert figures["calls"] <= 14
+    assert figures["path"][0].endswith("Pipeline.step")
+
+
 def check_host(figures: dict[str, Any]) -> None:
     for row in figures["middle_rank"]:
         assert row["parts"]["zb-h1"]["w"] > 0
@@ -301,4 +307,5 @@ CHECKS = {
     "quality": check_quality,
     "repack": check_repack,
     "scaling": check_scaling,
+    "step_path": check_step_path,
 }

@@ -15,6 +15,7 @@ import dynmo
 from dynmo.cases.pruning.sparse_linear import SparseLinear
 from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels import packed_weight
+from dynmo.pipeline.options import grouped
 from dynmo.plan.partition import Move
 from dynmo.runtime.state.migration import pack, unpack
 from tests.cli.runs import free_port
@@ -69,7 +70,7 @@ def make(
     parts = [nn.Sequential(linear) for linear in linears] if wraps else linears
     model = dynmo.Sequential(parts, loss=nn.functional.mse_loss)
     case = names["DropBlocks"]()
-    return dynmo.Pipeline(model, world, microbatches=2, cases=[case], **options)
+    return dynmo.Pipeline(model, world, microbatches=2, cases=[case], **grouped(options))
 
 
 def trained(world: dynmo.World, wraps: bool, packs_moments: bool = True) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.cli.runs import Run, assert_refused
 from tests.full_disk import full_at
@@ -46,7 +47,7 @@ def world() -> Iterator[Meeting]:
 def trained(world: Meeting, source: Path, cut: Cut = "auto", **options: Any) -> dynmo.Pipeline:
     """A pipeline of the model of a folder, after a step."""
     pipeline = dynmo.Pipeline(
-        from_pretrained(source, cut=cut), world, microbatches=4, schedule="1f1b", **options
+        from_pretrained(source, cut=cut), world, microbatches=4, schedule="1f1b", **grouped(options)
     )
     pipeline.step(make_batch(0, padded=False))
     return pipeline
@@ -157,6 +158,7 @@ def test_pruned_weights_are_dense(
 OWN = """
 import dynmo
 from tests.kernels.test_packed_weight import Halved
+from dynmo.pipeline.options import grouped
 
 class Rows(Halved):
     form = ("rows",)

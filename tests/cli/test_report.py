@@ -19,7 +19,7 @@ from dynmo.events import (
     EventLog,
     RebalanceEvent,
     RebalanceResultEvent,
-    StepEvent,
+    StepResult,
 )
 from dynmo.report.comparison import comparison_table
 from dynmo.report.summary import summarize
@@ -38,7 +38,7 @@ def run(dynmo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 def step(number: int, seconds: float, layers: tuple[int, int] = (4, 4), frozen: int = 0) -> Event:
     rates, loss = (1234.5, 0.25, 0.5, seconds, 1.5, 1e-3), 0.5 - number / 100
-    return StepEvent(number, loss, *rates, layers, frozen, inherent_idle=0.0625)
+    return StepResult(number, loss, *rates, layers, frozen, inherent_idle=0.0625)
 
 
 def log(folder: str, events: Sequence[Event]) -> Path:

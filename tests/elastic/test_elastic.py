@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.events import EndEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent, read
+from dynmo.events import EndEvent, GrowEvent, ReleaseEvent, RepackEvent, StepResult, read
 from tests.elastic.ray_cluster import ray_cluster, why_no_ray
 from tests.elastic.slurm import slurm_cluster, why_no_slurm
 from tests.jobs import SOURCE
@@ -60,7 +60,7 @@ def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
     (end,) = [e for e in events if isinstance(e, EndEvent)]
     assert end.reason == "done"
     assert end.gpu_seconds_returned > 0
-    steps = [e for e in events if isinstance(e, StepEvent)]
+    steps = [e for e in events if isinstance(e, StepResult)]
     returned = [e.gpu_seconds_returned for e in steps]
     assert returned == sorted(returned)
     assert returned[0] == 0 < returned[-1] <= end.gpu_seconds_returned

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
+from dynmo.pipeline.options import grouped
 from dynmo.schedule.catalogue import AUTO, SCHEDULES, chunks_of, shapes_of
 from dynmo.train.compile_ahead import prepare
 from tests.fuzz.draws import fits
@@ -190,20 +191,18 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
         world,
         microbatches=count,
         optimizer=_optimizer(case["optimizer"]),
-        groups=_groups(case),
         balance="none",
         seed=case["seed"],
-        **case["same"],
-        **options,
+        **grouped({"groups": _groups(case), **case["same"], **options}),
     )
-    shapes = shapes_of(options["schedule"], pipeline.shape[0], count, last + 1)
+    shapes = shapes_of(options["schedule"], pipeline.mesh.shape[0], count, last + 1)
     if case["frozen"] and not case["tied"]:
         pipeline.freeze(range(case["frozen"]))
     rate = torch.optim.lr_scheduler.LinearLR(pipeline.optimizer, total_iters=3)
     random, results = Random(case["seed"]), list[dynmo.StepResult]()
 
     def own(step: int) -> Any:
-        several = _make_batch(case, step)[pipeline.replica * count :][:count]
+        several = _make_batch(case, step)[pipeline.mesh.replica * count :][:count]
         if not pipeline.needs_data:
             return ()
         if case["form"] == "list":
@@ -215,11 +214,11 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
         return whole, targets
 
     for step in range(case["steps"]):
-        if case["moves"] and not reference and pipeline.partition.stages > 1:
+        if case["moves"] and not reference and pipeline.mesh.partition.stages > 1:
             schedule = random.choice(shapes) if len(shapes) > 1 else None
-            stages = pipeline.partition.stages
+            stages = pipeline.mesh.partition.stages
             if schedule is not None:
-                stages = pipeline.shape[0] * chunks_of(schedule)
+                stages = pipeline.mesh.shape[0] * chunks_of(schedule)
             cuts = sorted(random.sample(range(1, last + 1), stages - 1))
             edges = [0, *cuts, last + 1]
             pipeline.move([b - a for a, b in pairwise(edges)], cast(Any, schedule))
@@ -230,11 +229,11 @@ def train(world: dynmo.World, case: dict[str, Any], reference: bool = False) -> 
     def metrics(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"right": (logits.argmax(-1) == labels).sum(), "all": (labels != -100).sum()}
 
-    _, sums = pipeline.evaluate(*own(0), metrics=metrics)
+    sums = pipeline.evaluate(*own(0), metrics=metrics).metrics
     return {
         "losses": [result.loss for result in results],
         "counted": [result.counted for result in results],
-        "norms": [result.norm for result in results],
+        "norms": [result.gradient_norm for result in results],
         "sums": sums,
         "weights": pipeline.digest(),
     }

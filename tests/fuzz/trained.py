@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
+from dynmo.pipeline.options import grouped
 
 ROWS, SEQUENCE, WIDTH = 2, 3, 8
 
@@ -167,7 +168,7 @@ class Pipelined:
             self._world,
             optimizer=sgd_of(self._names),
             balance="none",
-            **self._case["options"],
+            **grouped(self._case["options"]),
         )
 
     def _batch(self, number: int) -> Any:
@@ -181,14 +182,14 @@ class Pipelined:
         return self.pipeline.evaluate(*self._batch(number))
 
     def move(self, number: int) -> None:
-        layers, stages = len(self.layers), self.pipeline.partition.stages
+        layers, stages = len(self.layers), self.pipeline.mesh.partition.stages
         cuts = list(combinations(range(1, layers), stages - 1))
         edges = [0, *cuts[number % len(cuts)], layers]
         self.pipeline.move([b - a for a, b in pairwise(edges)])
 
     def change(self, index: int, line: str) -> None:
         """Changes a layer on all ranks. Its weights are on one of them."""
-        held = self.pipeline.modules.get(index)
+        held = self.pipeline.mesh.modules.get(index)
         if held is None and "torch.no_grad" in line:
             return
         for layer in {id(x): x for x in (self.layers[index], held) if x is not None}.values():

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import DynmoError
 from dynmo.huggingface import from_pretrained, generate, save_pretrained
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.full_disk import full_at
 from tests.models.huggingface.small import make_batch
@@ -26,7 +27,7 @@ def trained(world: Meeting, kind: str, **options: Any) -> dynmo.Pipeline:
     """A pipeline after a step, in which each replica has its rows of the batch."""
     replicas = options.get("replicas", 1)
     options |= {"microbatches": MICROBATCHES // replicas, "optimizer": dynmo.AdamW(lr=0.01)}
-    pipeline = dynmo.Pipeline(model_of(kind), world, **options)
+    pipeline = dynmo.Pipeline(model_of(kind), world, **grouped(options))
     batch = make_batch(0, padded=False)
     rows = {name: each.chunk(replicas)[world.rank % replicas] for name, each in batch.items()}
     pipeline.step(rows)
@@ -54,9 +55,9 @@ def exported(world: Meeting, kind: str, folder: str, **options: Any) -> dict[str
     state, loaded = pipeline.state_dict(everywhere=True), plain.state_dict()
     seen["state"] = equal(loaded, state)
     ids = make_batch(2, padded=False)["input_ids"]
-    _, out = pipeline.evaluate({"input_ids": ids}, outputs=True, shared=True)
+    out = pipeline.evaluate({"input_ids": ids}, outputs=True, shared=True).outputs
     if options.get("precision", "float32") == "float32" and isinstance(out, Tensor):
-        parts = ids.chunk(pipeline.microbatches)
+        parts = ids.chunk(pipeline.mesh.microbatches)
         with torch.no_grad():
             seen["logits"] = torch.equal(out, torch.cat([plain(part).logits for part in parts]))
     model = from_pretrained(folder)
@@ -79,7 +80,7 @@ def save_on_a_full_disk(world: Meeting, folder: str, files: list[tuple[int, int]
 def continued(
     world: Meeting, folder: str, ids: list[list[int]], new: int, **options: Any
 ) -> list[list[int]]:
-    pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **options)
+    pipeline = dynmo.Pipeline(from_pretrained(folder), world, microbatches=2, **grouped(options))
     longer = generate(pipeline, torch.tensor(ids), max_new_tokens=new)
     assert longer.dtype == torch.int64
     return longer.tolist()

@@ -38,7 +38,7 @@ def test_peft_loads_what_a_pipeline_has(base: Path, tmp_path: Path) -> None:
         pipeline = dynmo.Pipeline(adapter_jobs.model_of(str(base)), world, microbatches=4)
         pipeline.step(batch)
         save_pretrained(pipeline, folder)
-        _, logits = pipeline.evaluate(batch, outputs=True)
+        logits = pipeline.evaluate(batch, outputs=True).outputs
         assert isinstance(logits, torch.Tensor)
         state = pipeline.state_dict()
         again = dynmo.Pipeline(from_pretrained(base, lora=folder), world, microbatches=4)

@@ -21,6 +21,7 @@ from dynmo.huggingface.from_checkpoint import export_checkpoint
 from dynmo.models.huggingface.adapter_files import WEIGHTS
 from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
 from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.pipeline.options import grouped
 from tests.combinations import mostly_matrix
 from tests.huggingface.test_export import weights
 from tests.models.huggingface.folders import (
@@ -56,7 +57,7 @@ def test_page_has_each_class_once() -> None:
 
 
 def pipeline_of(world: Any, model: HuggingFaceModel, **options: Any) -> dynmo.Pipeline:
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, schedule="1f1b", **options)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, schedule="1f1b", **grouped(options))
     pipeline.step(BATCH)
     return pipeline
 
@@ -108,7 +109,7 @@ def test_adapters_fit_the_class_that_the_folder_names(name: str, tmp_path: Path)
     with dynmo.init(device="cpu") as world:
         pipeline = pipeline_of(world, from_pretrained(tmp_path, lora=LORA))
         save_pretrained(pipeline, tmp_path / "adapters")
-        _, logits = pipeline.evaluate({"input_ids": IDS}, outputs=True)
+        logits = pipeline.evaluate({"input_ids": IDS}, outputs=True).outputs
         again = dynmo.Pipeline(
             from_pretrained(tmp_path, lora=tmp_path / "adapters"), world, microbatches=4
         )

@@ -53,7 +53,7 @@ def test_merged_model_has_the_logits_of_the_pipeline(name: str, tmp_path: Path) 
         model = from_pretrained(trial.folder(), lora=trial.config())
         pipeline = dynmo.Pipeline(model, world, microbatches=PARTS, optimizer=sgd)
         pipeline.step(batch)
-        _, logits = pipeline.evaluate(batch, outputs=True)
+        logits = pipeline.evaluate(batch, outputs=True).outputs
         save_pretrained(pipeline, made, merge=True)
         save_pretrained(pipeline, tmp_path / "adapters")
         pipeline.save(tmp_path)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynmo
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.pool import Pool
 
@@ -47,7 +48,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 def train(world: Meeting, **options: Any) -> dict[str, Any]:
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     options |= {"microbatches": 2, "optimizer": sgd, "max_grad_norm": 1e9}
-    pipeline = dynmo.Pipeline(model, world, **options)
+    pipeline = dynmo.Pipeline(model, world, **grouped(options))
     losses = [pipeline.step(*batch(step)).loss for step in range(STEPS)]
     state = pipeline.state_dict(everywhere=True)
     return {"losses": losses, "weights": {k: t.tolist() for k, t in state.items()}}

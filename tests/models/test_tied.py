@@ -14,6 +14,7 @@ from torch.nn import functional
 import dynmo
 from dynmo import ModelOptions, load_model
 from dynmo.errors import ConfigError
+from dynmo.pipeline.options import grouped
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.test_own_models import run
@@ -88,14 +89,14 @@ def train(
     }
     options |= {"replicas": replicas, "resume": folder if resumes else None}
     model = dynmo.Sequential(made, tied=TIED)
-    pipeline = dynmo.Pipeline(model, world, microbatches=3 // replicas, **options)
+    pipeline = dynmo.Pipeline(model, world, microbatches=3 // replicas, **grouped(options))
     losses = list[float]()
     for step in range(pipeline.steps, STEPS):
         if step == 2 and moves:
-            counts = list(pipeline.partition.counts)
+            counts = list(pipeline.mesh.partition.counts)
             pipeline.move([6 - len(counts) + 1] + [1] * (len(counts) - 1))
         rows = BATCH // replicas
-        own = [x[pipeline.replica * rows :][:rows] for x in batch(step)]
+        own = [x[pipeline.mesh.replica * rows :][:rows] for x in batch(step)]
         losses.append(pipeline.step(own[0], own[1]).loss)
         if step == 1 and folder is not None and not resumes:
             pipeline.save(folder)

@@ -71,7 +71,7 @@ def train(world: dynmo.World, folder: str, resumes: bool) -> dict[str, Any]:
         "masters": masters(pipeline),
         "losses": losses,
         "weights": pipeline.digest(),
-        "optimizer_bytes": [cost.optimizer_bytes for cost in pipeline.costs()],
+        "optimizer_bytes": [cost.optimizer_bytes for cost in pipeline.measured.costs()],
     }
 
 

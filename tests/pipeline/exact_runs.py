@@ -13,10 +13,11 @@ from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.readings import WINDOW
 from dynmo.errors import NoRoomError, RunError
 from dynmo.events import Event, to_json
-from dynmo.pipeline import loop
+from dynmo.pipeline import pipeline
 from dynmo.pipeline.case import Change, Dynamism, Layers
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.state import migration
 from dynmo.schedule.op import Schedule
@@ -34,26 +35,26 @@ class Run:
         self.trainer = Trainer(loaded, world, model_of(loaded), None, listen=self._told.append)
         self.pipeline = self.trainer.pipeline
         self.engine = self.pipeline._engine
-        self.rebalancer = self.pipeline._loop.rebalancer
+        self.rebalancer = self.pipeline._changes.rebalancer
         self.engine.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
 
     def events(self, before: Callable[[int], object] = lambda step: None) -> list[dict[str, Any]]:
         """Returns what is told until the end. `before` is called before each step's ops."""
-        advance = self.engine.advance
+        train = self.engine.train
         with (
             emulated_time() as time,
-            mock.patch.object(loop, "time", time),
+            mock.patch.object(pipeline, "time", time),
             mock.patch.object(migration, "time", time),
         ):
 
-            def timed(step: int, *given: Any, **options: Any) -> tuple[StepRecord, ...]:
-                before(step)
+            def timed(batch: StepBatch, settings: StepSettings) -> tuple[StepRecord, ...]:
+                before(settings.step)
                 start = time.now
-                records = advance(step, *given, **options)
+                records = train(batch, settings)
                 time.until(start + max(seconds for each in records for seconds in each.busy))
                 return records
 
-            self.engine.advance = timed
+            self.engine.train = timed
             self.trainer.run()
         return [to_json(event) for event in self._told]
 
@@ -158,8 +159,8 @@ def slowed(
     usual = config["model"]["w"]
 
     def slow(step: int) -> None:
-        if 5 in run.pipeline.modules:
-            layer: Any = run.pipeline.modules[5]
+        if 5 in run.pipeline.mesh.modules:
+            layer: Any = run.pipeline.mesh.modules[5]
             layer.w = 3 * usual if first <= step <= last else usual
 
     return run.events(slow)

@@ -15,6 +15,7 @@ from torch import nn
 import dynmo
 from dynmo.errors import InputError, NoRoomError, RunError
 from dynmo.events import Event
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.state import migration
 
 BATCH = 8
@@ -37,17 +38,21 @@ def make(
     world: dynmo.World, modules: list[nn.Module] | None = None, **options: Any
 ) -> dynmo.Pipeline:
     model = dynmo.Sequential(modules or layers(), loss=nn.functional.mse_loss)
-    return dynmo.Pipeline(model, world, **{"microbatches": 4, "schedule": "zb-h1"} | options)
+    return dynmo.Pipeline(
+        model, world, **grouped({"microbatches": 4, "schedule": "zb-h1"} | options)
+    )
 
 
 def train(world: dynmo.World, replicas: int = 1) -> dict[str, Any]:
     """Trains with `dynmo.Pipeline`. Ranks between the first and the last stage give no data."""
     pipeline = make(world, microbatches=4 // replicas, replicas=replicas)
-    mine = pipeline.modules
+    mine = pipeline.mesh.modules
 
     def own(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = batch(step)
-        return inputs.chunk(replicas)[pipeline.replica], targets.chunk(replicas)[pipeline.replica]
+        return inputs.chunk(replicas)[pipeline.mesh.replica], targets.chunk(replicas)[
+            pipeline.mesh.replica
+        ]
 
     losses: list[float] = []
     for step in range(4):
@@ -99,14 +104,14 @@ def train_odd_layers(world: dynmo.World) -> dict[str, Any]:
 
 def first_placement(world: dynmo.World) -> list[int]:
     balance = dynmo.Balance(balancer="none", initial=(3, 1))
-    return list(make(world, balance=balance).partition.counts)
+    return list(make(world, balance=balance).mesh.partition.counts)
 
 
 def uncounted(world: dynmo.World, **options: Any) -> list[Any]:
     """Returns the errors of a batch without any counted target, and whether all weights stayed."""
     torch.manual_seed(0)
     model = dynmo.Sequential([nn.Embedding(16, 4), nn.Linear(4, 16)])
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, **grouped(options))
     before, told = pipeline.digest(), list[Any]()
     ids, targets = lengths(0)
     targets[:] = -100
@@ -180,10 +185,10 @@ def reshaped(world: dynmo.World) -> dict[str, Any]:
     losses, shapes = list[float](), list[tuple[int, int]]()
     while pipeline.steps < 5:
         pipeline.adapt()  # before the loop chooses the batch of its replica
-        share = BATCH // pipeline.shape[1]
-        part = slice(pipeline.replica * share, (pipeline.replica + 1) * share)
+        share = BATCH // pipeline.mesh.shape[1]
+        part = slice(pipeline.mesh.replica * share, (pipeline.mesh.replica + 1) * share)
         inputs, targets = batch(pipeline.steps)
-        shapes.append(pipeline.shape)
+        shapes.append(pipeline.mesh.shape)
         losses.append(pipeline.step(inputs[part], targets[part]).loss)
     pipeline.close()
     events = [event.event for event in told]
@@ -227,7 +232,7 @@ def changing_shape(
         )
 
     def own(step: int) -> list[torch.Tensor]:
-        return [x.chunk(replicas)[pipeline.replica] for x in batch(step)]
+        return [x.chunk(replicas)[pipeline.mesh.replica] for x in batch(step)]
 
     def advance(step: int) -> None:
         results.extend(pipeline.advance(*(own(step) if pipeline.needs_data else ())))
@@ -236,25 +241,25 @@ def changing_shape(
     refused = list[str]()
     for step, (name, counts) in enumerate(shapes):
         if world.size > 1:
-            if refuses and not refused and name != pipeline.schedule.name:
+            if refuses and not refused and name != pipeline.mesh.schedule.name:
                 refused = _refused(pipeline, name, counts)
             pipeline.move(counts, name)
-        names.append(pipeline.schedule.name)
+        names.append(pipeline.mesh.schedule.name)
         advance(step)
     results += pipeline.drain()
     evaluated = pipeline.evaluate(*own(99))
     if folder is not None:
         pipeline.save(folder)
         pipeline = deep(resume=folder)
-        names.append(pipeline.schedule.name)
+        names.append(pipeline.mesh.schedule.name)
         for step in range(len(shapes), len(shapes) + 2):
             advance(step)
         results += pipeline.drain()
     return {
         "names": names,
-        "stages": pipeline.partition.counts,
+        "stages": pipeline.mesh.partition.counts,
         "losses": [result.loss for result in results],
-        "norms": [result.norm for result in results],
+        "norms": [result.gradient_norm for result in results],
         "evaluated": evaluated,
         "weights": pipeline.digest(),
         "refused": refused,
@@ -271,7 +276,7 @@ def _refused(pipeline: dynmo.Pipeline, name: str, counts: list[int]) -> list[str
 
     def state() -> list[Any]:
         layout = engine.store.layout
-        return [layout, pipeline.schedule, sorted(pipeline.modules), pipeline.digest()]
+        return [layout, pipeline.mesh.schedule, sorted(pipeline.mesh.modules), pipeline.digest()]
 
     def no_room(*_: object) -> Any:
         raise NoRoomError("no room")
@@ -293,4 +298,4 @@ def resumed_otherwise(world: dynmo.World, folder: str) -> dict[str, Any]:
     """Goes on from a checkpoint of `changing_shape` for one step, with one stage a rank."""
     pipeline = make(world, deep_layers(), reduction_slots=2, resume=folder)
     pipeline.step(*batch(2))
-    return {"name": pipeline.schedule.name, "weights": pipeline.digest()}
+    return {"name": pipeline.mesh.schedule.name, "weights": pipeline.digest()}

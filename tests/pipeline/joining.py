@@ -26,8 +26,8 @@ def main(file: str | None = None, *options: str) -> None:
             world,
             microbatches=3,
             optimizer=dynmo.AdamW(lr=1e-2),
-            pipeline=1 if world.size == 1 and not joins else 2,
             elastic=dynmo.Elastic(reshape_at=meshes),
+            parallel=dynmo.Parallel(pipeline=1 if world.size == 1 and not joins else 2),
         )
         schedule = torch.optim.lr_scheduler.StepLR(pipeline.optimizer, 1, 0.5)
         while pipeline.steps < 6:

@@ -9,6 +9,7 @@ from typing import Any
 import dynmo
 from dynmo.data.stream import HELD_OUT
 from dynmo.events import DataEvent, Event
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 
 COUNT = HELD_OUT + 20
@@ -35,7 +36,9 @@ def make(
 ) -> tuple[dynmo.Pipeline, dynmo.Loader]:
     replicas = options.get("replicas", 1)
     layers = dynmo.load_model(dynmo.ModelOptions(kind="hf", path=model, sequence=32))
-    pipeline = dynmo.Pipeline(layers, world, microbatches=microbatches // replicas, **options)
+    pipeline = dynmo.Pipeline(
+        layers, world, microbatches=microbatches // replicas, **grouped(options)
+    )
     loader = dynmo.Loader(
         pipeline,
         source,

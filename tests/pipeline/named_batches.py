@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynmo
+from dynmo.pipeline.options import grouped
 
 VOCABULARY, BATCH, LENGTH = 16, 12, 5
 
@@ -103,14 +104,14 @@ def run(
 ) -> tuple[dynmo.Pipeline, dict[str, Any]]:
     """Trains on the shares of each step's batch. Layers move before the steps `moves`."""
     given = {"schedule": "zb-h1", "reduction_slots": 2, "microbatches": 4 // replicas} | options
-    pipeline = dynmo.Pipeline(dynmo.Sequential(layers), world, replicas=replicas, **given)
+    pipeline = dynmo.Pipeline(dynmo.Sequential(layers), world, replicas=replicas, **grouped(given))
     results = list[dynmo.StepResult]()
     for step in range(steps):
         if step in moves:
-            first, *rest, last = pipeline.partition.counts
+            first, *rest, last = pipeline.mesh.partition.counts
             counts = [first + last - 1, *rest, 1]
             pipeline.move(counts if step == moves[0] else counts[::-1])
-        own = share(step, pipeline.replica, replicas)
+        own = share(step, pipeline.mesh.replica, replicas)
         results += pipeline.advance(own if pipeline.needs_data else None)
     results += pipeline.drain()
     return pipeline, {"losses": [result.loss for result in results], "counted": results[0].counted}
@@ -135,6 +136,6 @@ def train(
     options |= {"optimizer": dynmo.SGD(lr=0.1, momentum=0.9, weight_decay=0.0), "max_grad_norm": 0}
     at = (2,) if moves else ()
     pipeline, told = run(world, make_layers(), share, replicas, at, **options)
-    own = share(0, pipeline.replica, replicas) if pipeline.needs_data else None
-    evaluated, sums = pipeline.evaluate(own, metrics=metrics)
-    return told | {"evaluated": evaluated, "sums": sums, "weights": pipeline.digest()}
+    own = share(0, pipeline.mesh.replica, replicas) if pipeline.needs_data else None
+    found = pipeline.evaluate(own, metrics=metrics)
+    return told | {"evaluated": found.loss, "sums": found.metrics, "weights": pipeline.digest()}

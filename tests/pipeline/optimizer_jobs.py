@@ -129,7 +129,7 @@ def train(
         expected = reference(name) if world.rank == 0 else {}
         apart = [float((state[key] - expected[key]).abs().max()) for key in expected]
         told = {"name": name, "weights": pipeline.digest(), "difference": max(apart, default=0.0)}
-        out.append(told | {"bytes": [cost.optimizer_bytes for cost in pipeline.costs()]})
+        out.append(told | {"bytes": [cost.optimizer_bytes for cost in pipeline.measured.costs()]})
     return out
 
 

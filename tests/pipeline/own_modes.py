@@ -40,7 +40,7 @@ make = partial(
 
 
 def modes(pipeline: dynmo.Pipeline) -> dict[int, list[str]]:
-    return {index: evaluating_parts(module) for index, module in pipeline.modules.items()}
+    return {index: evaluating_parts(module) for index, module in pipeline.mesh.modules.items()}
 
 
 def train(
@@ -55,10 +55,10 @@ def train(
     for step in range(pipeline.steps, STEPS):
         if step == 2:
             for index, name in ((2, "dropout"), (3, "dropout.1")):
-                if index in pipeline.modules:
-                    pipeline.modules[index].get_submodule(name).eval()
+                if index in pipeline.mesh.modules:
+                    pipeline.mesh.modules[index].get_submodule(name).eval()
         if moves and step in (1, 3, 5):
-            counts = list(pipeline.partition.counts)
+            counts = list(pipeline.mesh.partition.counts)
             pipeline.move(
                 [*counts[1:], counts[0]] if step != 3 else [1] * (world.size - 1) + [6 - world.size]
             )
@@ -89,8 +89,8 @@ def cached(world: dynmo.World, cache: str) -> list[float]:
     pipeline = make(world, made, cases=[freezing])
     losses = list[float]()
     for step in range(4):
-        if step == 2 and 0 in pipeline.modules:
-            pipeline.modules[0].eval()
+        if step == 2 and 0 in pipeline.mesh.modules:
+            pipeline.mesh.modules[0].eval()
         losses.append(pipeline.step(*batch(0), samples=list(range(MICROBATCHES))).loss)
     return losses
 
@@ -101,7 +101,7 @@ def rates(world: dynmo.World) -> list[float]:
     losses = list[float]()
     for step, (rate, partition) in enumerate([(0.1, [1, 4]), (0.3, [4, 1]), (0.5, [1, 4])]):
         losses.append(pipeline.step(*batch(step)).loss)
-        if (layer := pipeline.modules.get(2)) is not None:
+        if (layer := pipeline.mesh.modules.get(2)) is not None:
             dropout: Any = layer.get_submodule("dropout.0")
             dropout.p = rate
         if world.size > 1:

@@ -69,8 +69,8 @@ def train(
     pipeline, told = run(world, make_layers(), share, replicas, at, steps, **options)
     return told | {
         "weights": pipeline.digest(),
-        "evaluated": pipeline.evaluate(share(0, pipeline.replica, replicas)),
-        "activations": [cost.activation_bytes for cost in pipeline.costs()],
+        "evaluated": pipeline.evaluate(share(0, pipeline.mesh.replica, replicas)),
+        "activations": [cost.activation_bytes for cost in pipeline.measured.costs()],
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
+from dynmo.pipeline.options import grouped
 from tests.pool import Pool
 
 HERE = "tests.pipeline.test_after_an_error:"
@@ -62,14 +63,16 @@ def made(world: dynmo.World, options: dict[str, Any]) -> tuple[Any, Any]:
     def make(**more: Any) -> Any:
         model = dynmo.Sequential(layers, loss)
         given = {"microbatches": 4, "balance": "none", **options, **more}
-        return dynmo.Pipeline(model, world, **given)
+        return dynmo.Pipeline(model, world, **grouped(given))
 
     return make(), make
 
 
 def batch(pipeline: Any, number: int, rows: int = 16) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(number)
-    inputs = torch.randn(16, 8, generator=random).chunk(pipeline.shape[1])[pipeline.replica]
+    inputs = torch.randn(16, 8, generator=random).chunk(pipeline.mesh.shape[1])[
+        pipeline.mesh.replica
+    ]
     return inputs[:rows], torch.zeros_like(inputs)[:rows]
 
 
@@ -100,7 +103,7 @@ def goes_on(
             case _:
                 pass
         losses.append(pipeline.step(*batch(pipeline, number)).loss)
-    digests = pipeline.digest(), pipeline.buffers_digest()
+    digests = pipeline.digest(), pipeline.digest(buffers=True)
     return {"errors": errors, "told": [losses, pipeline.steps, digests]}
 
 
@@ -251,7 +254,7 @@ def advances(world: dynmo.World, options: dict[str, Any], how: str) -> dict[str,
             failed = True
         calls.append((step, pipeline.steps))
     broken = ""
-    return {"calls": calls, "told": [losses, pipeline.digest(), pipeline.buffers_digest()]}
+    return {"calls": calls, "told": [losses, pipeline.digest(), pipeline.digest(buffers=True)]}
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,15 @@ from torch import nn
 import dynmo
 from dynmo.errors import DynmoError
 from dynmo.pipeline.argument_names import with_arguments
+from dynmo.pipeline.options import grouped
 from tests.runtime.alone import alone
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("train.recompute = 'auto' needs", "recompute = 'auto' needs"),
-        ("parallel.slices = true: one process", "slices = True: one process"),
+        ("train.recompute = 'auto' needs", "Training.recompute = 'auto' needs"),
+        ("parallel.slices = true: one process", "Parallel.slices = True: one process"),
         ("use pipeline.schedule, or call pipeline.load", "use schedule, or call pipeline.load"),
         ("pipeline.optimizer has the groups", "pipeline.optimizer has the groups"),
         ("raise parallel.setup_timeout", "raise dynmo.init(setup_timeout=)"),
@@ -36,13 +37,13 @@ def test_keys_become_arguments(text: str, wanted: str) -> None:
 @pytest.mark.parametrize(
     ("options", "key", "argument"),
     [
-        ({"recompute": [9]}, "train.recompute names layer 9", "recompute names layer 9"),
-        ({"chunks": 3}, "pipeline.chunks: ", "chunks: "),
+        ({"recompute": [9]}, "train.recompute names layer 9", "Training.recompute names layer 9"),
+        ({"chunks": 3}, "pipeline.chunks: ", "Parallel.chunks: "),
         ({"balance": dynmo.Balance(initial=[1])}, "balance.initial sums", "Balance.initial sums"),
         (
             {"recompute": "auto", "memory_limit": "1GiB"},
             "train.recompute = 'auto' needs",
-            "recompute = 'auto' needs",
+            "Training.recompute = 'auto' needs",
         ),
     ],
 )
@@ -50,7 +51,7 @@ def test_error_names_what_was_given(options: dict[str, Any], key: str, argument:
     def error(world: Any) -> str:
         model = dynmo.Sequential([nn.Linear(8, 8), nn.Linear(8, 8)])
         with pytest.raises(DynmoError) as caught:
-            dynmo.Pipeline(model, world, microbatches=2, **options)
+            dynmo.Pipeline(model, world, microbatches=2, **grouped(options))
         return str(caught.value)
 
     with dynmo.init(device="cpu") as world:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dynmo
 from dynmo.errors import InputError
+from dynmo.pipeline.options import grouped
 from tests.pipeline.named_batches import Embed, cut, make_batch, make_layers, plain_losses
 from tests.pool import Pool
 
@@ -165,7 +166,7 @@ def test_an_evaluation_that_counts_nothing_is_refused(world: dynmo.World) -> Non
     batch["labels"] = torch.full_like(batch["labels"], -100)
     with pytest.raises(InputError, match="the evaluation: no target of the whole batch is counted"):
         pipeline.evaluate(batch)
-    outputs = pipeline.evaluate(batch, outputs=True)[1]
+    outputs = pipeline.evaluate(batch, outputs=True).outputs
     assert isinstance(outputs, Tensor)
     assert outputs.shape == (12, 5, 16)
 
@@ -195,8 +196,8 @@ def sum_step(
     whole = dynmo.Sequential(layers, SUMS[loss])
     make = partial(torch.optim.SGD, lr=0.01)
     given = {"microbatches": microbatches, "max_grad_norm": 0, "optimizer": make, **options}
-    pipeline = dynmo.Pipeline(whole, world, **given)
-    own = rows.chunk(options.get("replicas", 1))[pipeline.replica]
+    pipeline = dynmo.Pipeline(whole, world, **grouped(given))
+    own = rows.chunk(options.get("replicas", 1))[pipeline.mesh.replica]
     batch = own[:, :2], own[:, 2:]
     before = pipeline.evaluate(*batch)
     loss_of_step = pipeline.step(*batch).loss

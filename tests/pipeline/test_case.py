@@ -19,6 +19,7 @@ from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
 from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.case_registry import from_class, make_cases
 from dynmo.pipeline.cases import Cases
+from dynmo.runtime.engine.batch_check import StepBatch
 from tests.cases.kept import cases_of
 from tests.cases.own_case import LayerDrop
 from tests.equality import RANDOM_MOVES, fields_of, run
@@ -177,7 +178,7 @@ def test_the_outputs_of_a_frozen_prefix_are_checked(outputs: Any) -> None:
     Actions(engine).freeze([0])
     what = rf"case 'freezing': .* returned a {type(outputs).__name__}; return .* a tuple of tensors"
     with pytest.raises(RunError, match=what):
-        engine.evaluate(*alone.tokens(0), alone.MICROBATCHES)
+        engine.evaluate(StepBatch(*alone.tokens(0)), alone.MICROBATCHES)
 
 
 def test_an_exception_of_a_frozen_prefix_names_the_case() -> None:
@@ -187,7 +188,7 @@ def test_an_exception_of_a_frozen_prefix_names_the_case() -> None:
     cases.take_over(engine)
     Actions(engine).freeze([0])
     with pytest.raises(Exception, match="oops") as error:
-        engine.evaluate(*alone.tokens(0), alone.MICROBATCHES)
+        engine.evaluate(StepBatch(*alone.tokens(0)), alone.MICROBATCHES)
     assert "in the frozen prefix of case 'freezing'" in describe(error.value, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(case, "changed", failing)

@@ -19,6 +19,7 @@ from dynmo.events import Event, TokensEvent
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change, Layers
 from dynmo.pipeline.counts import CountingCase, Counts
+from dynmo.pipeline.options import grouped
 from dynmo.train.setup import model_of
 from tests.cases.kept import Kept, cases_of, short_run
 from tests.pool import Pool
@@ -98,7 +99,7 @@ def resumed(world: dynmo.World, case: str, folder: str) -> list[Any]:
         model = model_of(config)
         cases = cases_of(config, model.layers)
         return dynmo.Pipeline(
-            model, world, microbatches=2, cases=cases, listen=events.append, **given
+            model, world, microbatches=2, cases=cases, **grouped({"listen": events.append, **given})
         )
 
     def train(pipeline: dynmo.Pipeline, steps: range) -> list[Any]:

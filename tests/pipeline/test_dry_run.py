@@ -13,7 +13,7 @@ from dynmo.pipeline.dry_run import RunPlan
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.train.setup import model_of, plan_run
-from tests.runtime.alone import pipeline
+from tests.runtime.alone import pipeline, run_step
 
 TINY: dict[str, Any] = {
     "model": {"blocks": 1, "hidden": 8, "heads": 2, "sequence": 4},
@@ -95,7 +95,7 @@ def test_predicted_bytes_match_a_measured_run(sequence: int) -> None:
     model = model_of(config)
     costs, pipe = shape_costs(config.options, model), pipeline(model)
     text = torch.randint(256, (3, 2, sequence + 1))
-    pipe.step(0, text[..., :-1], text[..., 1:], lr=0.1)
+    run_step(pipe, 0, text[..., :-1], text[..., 1:], lr=0.1)
     measured = pipe.costs()
     for field in ("parameters", *(f"{of}_bytes" for of in OF_A_LAYER)):
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field

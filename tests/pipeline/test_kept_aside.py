@@ -89,7 +89,7 @@ def train(world: dynmo.World, what: str, folder: str) -> list[Any]:
     pipeline.load(folder)
     told += [pipeline.step(X, Y).loss for _ in range(2)]
     with pytest.raises(ConfigError, match=f"layer 1 .*{what}.*; .*, or let no layer move") as error:
-        pipeline.move([2, 1] if pipeline.partition.counts == (1, 2) else [1, 2])
+        pipeline.move([2, 1] if pipeline.mesh.partition.counts == (1, 2) else [1, 2])
     return [*told, pipeline.step(X, Y).loss, str(error.value)]
 
 
@@ -204,7 +204,7 @@ def tied(world: dynmo.World) -> list[float]:
     pipeline = dynmo.Pipeline(model, world, microbatches=2, optimizer=SGD, balance="none")
     losses = [pipeline.step(X, Y).loss]
     if world.size > 1:
-        pipeline.move([2, 1] if pipeline.partition.counts == (1, 2) else [1, 2])
+        pipeline.move([2, 1] if pipeline.mesh.partition.counts == (1, 2) else [1, 2])
     return [*losses, *(pipeline.step(X, Y).loss for _ in range(2))]
 
 

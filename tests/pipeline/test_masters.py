@@ -31,19 +31,19 @@ def test_masters_agree_over_ranks_moves_and_resumes(pool: Pool, tmp_path: Path) 
 def test_thawed_parameter_gets_its_master_from_the_rounded_value(world: dynmo.World) -> None:
     pipeline = make(world)
     pipeline.step(*batch(0))
-    weight = pipeline.modules[3].get_parameter("base.weight")
+    weight = pipeline.mesh.modules[3].get_parameter("base.weight")
     rounded = layers()[3].get_parameter("base.weight").to(torch.bfloat16)
     assert torch.equal(weight, rounded)
     before = pipeline.digest()
     weight.requires_grad_(True)
-    account = pipeline.costs()[3].optimizer_bytes
+    account = pipeline.measured.costs()[3].optimizer_bytes
     assert "3.base.weight" not in masters(pipeline)
     assert pipeline.digest() == before
     pipeline.step(*batch(1))
     optimizer = store_of(pipeline).optimizers[3]
     assert "3.base.weight" in masters(pipeline)
     assert torch.equal(optimizer.masters["base.weight"].bfloat16(), weight)
-    assert pipeline.costs()[3].optimizer_bytes == account + 4  # the step count
+    assert pipeline.measured.costs()[3].optimizer_bytes == account + 4  # the step count
 
 
 def test_resume_keeps_the_layers_that_train_now(world: dynmo.World, tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_resume_keeps_the_layers_that_train_now(world: dynmo.World, tmp_path: Pa
     first.save(tmp_path)
     second = make(world, resume=tmp_path)
     assert second.digest() == first.digest()
-    frozen = second.modules[1].get_parameter("base.weight")
+    frozen = second.mesh.modules[1].get_parameter("base.weight")
     assert not frozen.requires_grad
     assert "1.base.weight" in masters(second)
     second.step(*batch(1))
     assert torch.equal(second.state_dict()["1.base.weight"], first.state_dict()["1.base.weight"])
     third = make(world, whole(), resume=tmp_path)
-    assert third.modules[1].get_parameter("base.weight").requires_grad
+    assert third.mesh.modules[1].get_parameter("base.weight").requires_grad
 
 
 def test_replica_without_a_share_gathers_masters_too(pool: Pool, tmp_path: Path) -> None:

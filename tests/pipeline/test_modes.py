@@ -102,7 +102,7 @@ def test_saved_modes_win_with_a_warning(
     world: dynmo.World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make(world, layers())
-    first.modules[2].get_submodule("dropout").eval()
+    first.mesh.modules[2].get_submodule("dropout").eval()
     first.step(*batch(0))
     first.save(tmp_path)
     with caplog.at_level(logging.WARNING):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dynmo
 from dynmo.errors import RunError
+from dynmo.pipeline.options import grouped
 from tests.pool import Pool
 
 MICROBATCHES = 4
@@ -62,13 +63,13 @@ def failing(world: dynmo.World, case: str, **options: Any) -> tuple[str, bool]:
     options["microbatches"] = MICROBATCHES // replicas
     # The first layer hands on what it gets.
     options["groups"] = lambda name, _: {"lr": 0.0, "weight_decay": 0.0} if name[0] == "0" else None
-    pipeline = dynmo.Pipeline(model, world, **options)
+    pipeline = dynmo.Pipeline(model, world, **grouped(options))
     inputs, targets = torch.rand(8, 4), torch.rand(8, 4)
-    own = slice(8 // replicas * pipeline.replica, 8 // replicas * (pipeline.replica + 1))
+    own = slice(8 // replicas * pipeline.mesh.replica, 8 // replicas * (pipeline.mesh.replica + 1))
     pipeline.step(inputs[own], targets[own])
     before = pipeline.digest()
-    if case == "weight" and 3 in pipeline.modules:
-        pipeline.modules[3].get_parameter("gain").data[1] = math.inf
+    if case == "weight" and 3 in pipeline.mesh.modules:
+        pipeline.mesh.modules[3].get_parameter("gain").data[1] = math.inf
     elif case != "weight":
         rows = (targets if case in ("targets", "loss") else inputs)[4]
         rows[1] = {"output": 4.0, "gradient": 3.0, "loss": 7.0}.get(case, math.nan)

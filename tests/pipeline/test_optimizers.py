@@ -86,7 +86,7 @@ def test_in_place_rollback_of_a_torch_optimizer_says_that_it_copies(
         'pipeline.rollback = "in-place": no inverse of radam is known, so copies are kept to take '
         "a step back"
     ]
-    costs = make(world, "adafactor", post_validation=True, rollback="in-place").costs()
+    costs = make(world, "adafactor", post_validation=True, rollback="in-place").measured.costs()
     assert costs[0].rollback_bytes == 4 * (24 + 6 + 4 + 6 + 6)  # weight, its rows and columns, bias
 
 
@@ -94,7 +94,7 @@ def test_low_precision_trains_masters(world: dynmo.World) -> None:
     for name in OPTIMIZERS:
         pipeline = make(world, name, precision="bfloat16")
         losses = [pipeline.step(*batch(0)).loss for _ in range(3)]
-        weight = pipeline.modules[0].get_parameter("weight")
+        weight = pipeline.mesh.modules[0].get_parameter("weight")
         assert weight.dtype == torch.bfloat16
         assert torch.equal(pipeline.state_dict()["0.weight"].bfloat16(), weight)
         assert losses[-1] < losses[0]
@@ -249,4 +249,4 @@ def test_names_of_the_file_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("name", ["counting", "muon"])
 def test_the_code_of_an_optimizer_is_part_of_the_identity(world: dynmo.World, name: str) -> None:
-    assert "tests/pipeline/optimizer_jobs.py" in make(world, name).identity.code
+    assert "tests/pipeline/optimizer_jobs.py" in make(world, name).mesh.identity.code

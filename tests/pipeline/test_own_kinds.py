@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize, prune
 
 import dynmo
 from dynmo.errors import ConfigError, InputError
+from dynmo.pipeline.options import grouped
 from tests.pool import Pool
 
 HERE = "tests.pipeline.test_own_kinds:"
@@ -49,7 +50,7 @@ def four(*middle: Callable[[], nn.Module]) -> list[nn.Module]:
 
 def make(world: dynmo.World, layers: list[nn.Module], loss: Any = MSE, **options: Any) -> Any:
     given = {"microbatches": 2, "optimizer": SGD, "max_grad_norm": 0, "balance": "none"}
-    return dynmo.Pipeline(dynmo.Sequential(layers, loss), world, **given | options)
+    return dynmo.Pipeline(dynmo.Sequential(layers, loss), world, **grouped(given | options))
 
 
 def plain(layers: list[nn.Module], loss: Any = MSE, steps: int = 3) -> list[float]:
@@ -200,14 +201,14 @@ class Counted(nn.Linear):
 
 def counted(world: dynmo.World, folder: str) -> int:
     pipeline = make(world, four(Counted))
-    if 1 in pipeline.modules:
-        pipeline.modules[1].step = 7
+    if 1 in pipeline.mesh.modules:
+        pipeline.mesh.modules[1].step = 7
     if world.size > 1:
         pipeline.move((1, 3))
     pipeline.step(X, Y)
     pipeline.save(folder)
     again = make(world, four(Counted), resume=folder)
-    return sum(each.modules[1].step for each in (pipeline, again) if 1 in each.modules)
+    return sum(each.mesh.modules[1].step for each in (pipeline, again) if 1 in each.mesh.modules)
 
 
 def test_extra_state_moves_and_is_saved(pool: Pool, tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 def hooked(world: dynmo.World, everywhere: bool) -> list[float] | str:
     layers = four()
     pipeline = make(world, layers)
-    for layer in [layers[2]] if everywhere else [pipeline.modules[2]] if world.rank else []:
+    for layer in [layers[2]] if everywhere else [pipeline.mesh.modules[2]] if world.rank else []:
         layer.register_forward_hook(double)
     losses = [pipeline.evaluate(X, Y)]
     try:
@@ -279,7 +280,7 @@ def test_parameter_that_would_not_train_is_refused_at_the_step(
 ) -> None:
     pipeline = make(world, four())
     pipeline.step(X, Y)
-    LATER[what](pipeline.modules[1])
+    LATER[what](pipeline.mesh.modules[1])
     with pytest.raises(ConfigError, match=what):
         pipeline.step(X, Y)
 
@@ -317,8 +318,8 @@ def frozen(world: dynmo.World) -> list[float]:
     pipeline = make(world, four(), schedule="zb-h1")
     losses = [pipeline.step(X, Y).loss]
     for index in (0, 1):
-        if index in pipeline.modules:
-            pipeline.modules[index].requires_grad_(False)
+        if index in pipeline.mesh.modules:
+            pipeline.mesh.modules[index].requires_grad_(False)
     for counts in ((2, 2), (1, 3), (3, 1)):
         if world.size > 1:
             pipeline.move(counts)
@@ -336,8 +337,8 @@ def frozen_twice(world: dynmo.World) -> list[float]:
     """Freezes layer 1 as plain torch does, and layer 0 by a call."""
     pipeline = make(world, four(), schedule="1f1b")
     losses = [pipeline.step(X, Y).loss]
-    if 1 in pipeline.modules:
-        pipeline.modules[1].requires_grad_(False)
+    if 1 in pipeline.mesh.modules:
+        pipeline.mesh.modules[1].requires_grad_(False)
     pipeline.freeze([0])
     losses.append(pipeline.step(X, Y).loss)
     pipeline.unfreeze([0])
@@ -350,8 +351,8 @@ def test_layers_that_the_loop_freezes_join_the_frozen_prefix(pool: Pool) -> None
 
 def pruned(world: dynmo.World) -> str:
     pipeline = make(world, four())
-    if 1 in pipeline.modules:
-        prune.l1_unstructured(pipeline.modules[1], "weight", amount=0.5)
+    if 1 in pipeline.mesh.modules:
+        prune.l1_unstructured(pipeline.mesh.modules[1], "weight", amount=0.5)
     before = pipeline.step(X, Y)
     with pytest.raises(ConfigError) as refused:
         pipeline.move((1, 3))
@@ -491,7 +492,7 @@ def evaluated(world: dynmo.World, replicas: int) -> list[float]:
     out = list[float]()
     for step in range(4):
         ids = torch.randint(64, (24, 9), generator=torch.Generator().manual_seed(step))
-        mine = ids.chunk(replicas)[pipeline.replica]
+        mine = ids.chunk(replicas)[pipeline.mesh.replica]
         labels = mine[:, 1:].where(mine[:, 1:] % 3 > 0, torch.tensor(-100))
         out.append(pipeline.evaluate(mine[:, :-1], labels))
     return out

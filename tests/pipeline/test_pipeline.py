@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ import dynmo
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
 from dynmo.pipeline.case import TokenShares
+from dynmo.pipeline.former import MOVED
+from dynmo.pipeline.options import grouped
 from dynmo.train.setup import model_of
 from tests.cases.kept import cases_of
 from tests.pipeline import jobs
@@ -35,10 +38,10 @@ def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
 
 def test_reprs_are_one_short_line(world: dynmo.World) -> None:
     pipeline = make(world)
-    counts = f"{pipeline.microbatches} microbatches"
-    layers = f"{pipeline.partition.layers} layers"
+    counts = f"{pipeline.mesh.microbatches} microbatches"
+    layers = f"{pipeline.mesh.partition.layers} layers"
     assert repr(pipeline) == f"Pipeline({layers} on 1 rank, 1f1b, {counts}, step 0)"
-    assert repr(pipeline.schedule) == f"Schedule(1f1b, 1 rank, {counts})"
+    assert repr(pipeline.mesh.schedule) == f"Schedule(1f1b, 1 rank, {counts})"
     assert repr(world) == "World(rank 0 of 1, cpu)"
     sampler = pipeline.sampler(range(10), 4)
     assert repr(sampler) == "ReplicaSampler(10 samples, 4 a step, shuffled, epoch 0)"
@@ -72,7 +75,7 @@ def test_the_given_modules_are_trained(world: dynmo.World) -> None:
     before = modules[0].get_parameter("weight").detach().clone()
     pipeline = make(world, modules)
     pipeline.step(*batch(0))
-    assert pipeline.modules[0] is modules[0]
+    assert pipeline.mesh.modules[0] is modules[0]
     assert not torch.equal(modules[0].get_parameter("weight"), before)
 
 
@@ -131,21 +134,44 @@ def test_frozen_layers_and_the_learning_rate_are_saved(world: dynmo.World, tmp_p
     second = make(world)
     second.load(tmp_path)
     assert second.optimizer.param_groups[0]["lr"] == 0.5
-    before = second.modules[0].get_parameter("weight").clone()
+    before = second.mesh.modules[0].get_parameter("weight").clone()
     second.step(*batch(2))
-    assert torch.equal(second.modules[0].get_parameter("weight"), before)
+    assert torch.equal(second.mesh.modules[0].get_parameter("weight"), before)
+
+
+def test_names_of_the_version_before_are_read_with_a_warning(world: dynmo.World) -> None:
+    pipeline: Any = make(world, balance="none")
+    for name, place in MOVED.items():
+        with pytest.warns(FutureWarning, match=f"Pipeline.{name} is Pipeline.{place} now"):
+            old = getattr(pipeline, name)
+        new = attrgetter(place)(pipeline)
+        assert old == new or callable(old) or math.isnan(old)
+    result: Any = pipeline.step(*batch(0))
+    for old, new in (("norm", "gradient_norm"), ("rate", "learning_rate")):
+        with pytest.warns(FutureWarning, match=new):
+            assert getattr(result, old) == getattr(result, new)
+    with pytest.warns(FutureWarning, match="no tuple"):
+        loss, outputs = pipeline.evaluate(*batch(0), outputs=True)
+    found = pipeline.evaluate(*batch(0), outputs=True)
+    assert loss == found == found.loss
+    given: Any = {"max_grad_norm": 0.5, "clip_scope": "local"}
+    model = dynmo.Sequential(layers())
+    with pytest.warns(FutureWarning, match=r"\(max_grad_norm=\) is training=dynmo\.Training\(max"):
+        former = dynmo.Pipeline(model, world, microbatches=2, schedule="1f1b", **given)
+    assert (former.options.max_grad_norm, former.options.clip_scope) == (0.5, "local")
+    assert torch.equal(outputs, found.outputs)
 
 
 def test_manual_rebalance_on_one_rank_moves_no_layer(world: dynmo.World) -> None:
     pipeline = make(world, balance="none")
-    with pytest.raises(RunError, match="rebalance"):
-        pipeline.rebalance()
+    with pytest.raises(RunError, match="move was called without"):
+        pipeline.move()
     train(pipeline, 3)
-    assert not pipeline.rebalance()  # one rank
-    assert all(cost.seconds > 0 for cost in pipeline.costs())
-    assert pipeline.schedule.microbatches == 4
+    assert not pipeline.move()  # one rank
+    assert all(cost.seconds > 0 for cost in pipeline.measured.costs())
+    assert pipeline.mesh.schedule.microbatches == 4
     pipeline.move([4])
-    assert pipeline.partition == dynmo.Partition((4,))
+    assert pipeline.mesh.partition == dynmo.Partition((4,))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +206,7 @@ def test_wrong_options_are_refused(world: dynmo.World, options: dict[str, Any], 
 def test_result_is_a_short_line_and_knows_a_wish_to_stop(world: dynmo.World) -> None:
     pipeline = make(world)
     result = pipeline.step(*batch(0))
-    short = r"StepResult\(step=0, loss=\d\.\d+, norm=\d\.\d+, idle_ratio=0\.\d+\)"
+    short = r"StepResult\(step=0, loss=\d\.\d+, gradient_norm=\d\.\d+, idle_ratio=0\.\d+\)"
     assert re.fullmatch(short, str(result))
     assert not result.stop
     assert pipeline.step(*batch(1), stop=True).stop
@@ -299,7 +325,7 @@ def test_arguments_of_another_kind_are_refused(
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     given: dict[str, Any] = {"model": model, "world": world, "microbatches": 2}
     with pytest.raises(ConfigError, match=reason) as refused:
-        dynmo.Pipeline(**given | changes)
+        dynmo.Pipeline(**grouped(given | changes))
     assert "\n" not in str(refused.value)
 
 
@@ -378,7 +404,7 @@ def test_cases_act_are_saved_and_are_switched_off_for_an_evaluation(
     train(pipeline, 2)
     calls = [f"{call} {step}" for step in range(2) for call in ("collect", "act", "observe")]
     assert case.calls == calls
-    assert pipeline.token_shares["counts"].shares == {"seen": [1.0]}
+    assert pipeline.cases.token_shares["counts"].shares == {"seen": [1.0]}
     pipeline.save(tmp_path)
     make(world, cases=[later]).load(tmp_path)
     assert later.calls == calls
@@ -400,7 +426,7 @@ def test_experts_are_counted(world: dynmo.World) -> None:
     ids = torch.randint(config.model.vocab, (4, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         pipeline.step(ids, ids)
-    (hottest,) = pipeline.token_shares["experts"].shares["hottest expert"]
+    (hottest,) = pipeline.cases.token_shares["experts"].shares["hottest expert"]
     assert hottest > 0
 
 
@@ -429,7 +455,7 @@ def test_checkpoint_is_loaded_while_a_step_is_not_final(world: dynmo.World, tmp_
 def test_learning_rate_follows_the_steps(world: dynmo.World) -> None:
     rule = dynmo.LearningRate(warmup=2, decay="linear", min_lr_ratio=0.0)
     pipeline = make(world, optimizer=dynmo.AdamW(lr=0.1), learning_rate=rule, steps=5)
-    rates = [pipeline.step(*batch(step)).rate for step in range(5)]
+    rates = [pipeline.step(*batch(step)).learning_rate for step in range(5)]
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.05, 0.0])
     with pytest.raises(ConfigError, match="steps"):
         make(world, learning_rate=rule)

@@ -23,6 +23,7 @@ import dynmo
 from dynmo.huggingface import from_pretrained
 from dynmo.kernels.seeds import seed_forward
 from dynmo.models.loss import causal_lm_loss, next_token_loss
+from dynmo.pipeline.options import grouped
 from tests.combinations import mostly_matrix
 from tests.equality import decay_groups
 from tests.fuzz import trained as trained_module
@@ -94,7 +95,7 @@ def pipeline_of(
     model: dynmo.Model, make: Make | dynmo.AdamW, parts: int = MICROBATCHES, **options: Any
 ) -> dynmo.Pipeline:
     given = {"schedule": "zb-h1", "balance": "none", "max_grad_norm": 0.0} | options
-    return dynmo.Pipeline(model, alone(), microbatches=parts, optimizer=make, **given)
+    return dynmo.Pipeline(model, alone(), microbatches=parts, optimizer=make, **grouped(given))
 
 
 def trained(
@@ -108,7 +109,7 @@ def train_on(pipeline: dynmo.Pipeline, model: dynmo.Model, batches: Iterable[Bat
         pipeline.step(inputs, targets)
     parameters = {
         model.full_name(index, name): p
-        for index, layer in pipeline.modules.items()
+        for index, layer in pipeline.mesh.modules.items()
         for name, p in layer.named_parameters()
     }
     return results_of(pipeline.state_dict(), parameters)

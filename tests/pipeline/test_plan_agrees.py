@@ -17,7 +17,7 @@ from dynmo.plan.problem import Choice, Problem, Work
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.bounds import Objective
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
@@ -71,7 +71,7 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             world,
             model,
             partition,
-            StepOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
+            EngineOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
         )
         Actions(engine).freeze(range(frozen))
         run = engine.schedule_keeper.plan(partition, costs)

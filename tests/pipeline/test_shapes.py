@@ -12,6 +12,7 @@ from torch import nn
 import dynmo
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError
+from dynmo.pipeline.options import grouped
 from dynmo.pipeline.placing import first_partition
 from dynmo.train.setup import plan_run
 from tests.pool import Pool
@@ -178,4 +179,4 @@ def test_layers_of_ones_own_are_not_asked_for_what_was_given(world: dynmo.World)
     model = dynmo.Sequential([nn.Linear(8, 8), nn.Linear(8, 8)])
     options: dict[str, Any] = {"recompute": "auto", "memory_limit": "1GiB", "micro_batch": 4}
     with pytest.raises(ConfigError, match=r"'all' or a list of layers: layers of one's own have"):
-        dynmo.Pipeline(model, world, microbatches=2, **options)
+        dynmo.Pipeline(model, world, microbatches=2, **grouped(options))

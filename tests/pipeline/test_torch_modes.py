@@ -42,8 +42,8 @@ def train(world: dynmo.World, mode: str, folder: str) -> tuple[list[float], str]
             world,
             microbatches=2,
             schedule="zb-h1",
-            max_grad_norm=0,
             optimizer=partial(torch.optim.SGD, lr=RATE),
+            training=dynmo.Training(max_grad_norm=0),
         )
         told += [pipeline.step(*batch()).loss, pipeline.evaluate(*batch())]
         if world.size == 2:

@@ -19,10 +19,10 @@ from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.engine.batch_check import StepBatch
 from tests.pipeline.whole_model import SMALL, layers, same, trained
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, gpt, pipeline, tokens
+from tests.runtime.alone import MICROBATCHES, gpt, pipeline, run_step, tokens
 
 JOBS = "tests.pipeline.whole_model:"
 
@@ -81,8 +81,8 @@ def test_state_of_models_with_other_options(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dtype) -> None:
-    engine = pipeline(gpt(**SMALL).model, layers=LayerOptions(dtype=dtype))
-    engine.step(0, *tokens(0), lr=0.1)
+    engine = pipeline(gpt(**SMALL).model, dtype=dtype)
+    run_step(engine, 0, *tokens(0), lr=0.1)
     whole = WholeModel(engine).state_dict()
     key, linear = "blocks.0.attention.proj.weight", engine.store.modules[1].get_submodule("proj")
     assert isinstance(linear, nn.Linear)
@@ -99,7 +99,7 @@ def test_pruned_weights_are_dense_and_stay_pruned(sparse: bool, dtype: torch.dty
     kept = keep.view(8, 8).float()
     assert same(WholeModel(engine).state_dict(), ones | {key: kept})
     assert torch.equal(unpacked(linear, "weight", linear.weight).float(), kept)
-    engine.step(1, *tokens(1), lr=0.1)
+    run_step(engine, 1, *tokens(1), lr=0.1)
 
 
 def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
@@ -108,13 +108,13 @@ def test_cached_outputs_of_frozen_layers_are_dropped() -> None:
     cases.take_over(engine)
     Actions(engine).freeze([0, 1])
     cases.take_samples(range(MICROBATCHES), MICROBATCHES)
-    before = [engine.evaluate(*tokens(0), MICROBATCHES) for _ in range(2)]
+    before = [engine.evaluate(StepBatch(*tokens(0)), MICROBATCHES) for _ in range(2)]
     state = {name: 2 * value for name, value in WholeModel(engine).state_dict().items()}
     WholeModel(engine).load_state_dict(state)
-    after = engine.evaluate(*tokens(0), MICROBATCHES)
+    after = engine.evaluate(StepBatch(*tokens(0)), MICROBATCHES)
     cases.take_samples(None, MICROBATCHES)
     assert cases.skipped == 2 * MICROBATCHES
-    assert before[0] == before[1] != after == engine.evaluate(*tokens(0), MICROBATCHES)
+    assert before[0] == before[1] != after == engine.evaluate(StepBatch(*tokens(0)), MICROBATCHES)
 
 
 def test_state_of_a_module_is_loaded_without_a_copy_of_its_memory(world: Meeting) -> None:

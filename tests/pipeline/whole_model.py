@@ -19,11 +19,10 @@ from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 from tests.pipeline.jobs import batch, make
-from tests.runtime.alone import alone, tokens
+from tests.runtime.alone import advance, alone, run_step, tokens
 
 MICROBATCHES = 2
 SMALL: dict[str, Any] = {"blocks": 1, "hidden": 8, "heads": 2, "sequence": 8}
@@ -79,7 +78,7 @@ def own_is(pipeline: dynmo.Pipeline, state: Mapping[str, Tensor]) -> bool:
     """True if this rank's modules have the values of `state`, rounded to their precision."""
     return all(
         torch.equal(state[f"{index}.{name}"].to(value.dtype), value)
-        for index, module in pipeline.modules.items()
+        for index, module in pipeline.mesh.modules.items()
         for name, value in module.state_dict().items()
     )
 
@@ -125,7 +124,7 @@ def loaded(world: Meeting, replicas: int = 1, **options: Any) -> dict[str, bool]
         "moments": bool(before) and same(before, {key: after[key] for key in before}),
     }
     given = own_batch(world, 2, replicas)
-    loss, _ = pipeline.evaluate(*given, outputs=True)
+    loss = pipeline.evaluate(*given, outputs=True)
     inputs, targets = batch(2)
     expected = nn.functional.mse_loss(plain(inputs), targets).item()
     rounded = options.get("precision", "float32") != "float32"
@@ -163,10 +162,11 @@ def outputs(world: Meeting, schedule: str = "zb-h1", replicas: int = 1) -> dict[
     plain = nn.Sequential(*layers(replicas=replicas)).eval()
     plain.load_state_dict(pipeline.state_dict(everywhere=True))
     inputs, targets = own_batch(world, 5, replicas)
-    loss, out = pipeline.evaluate(inputs, targets, outputs=True)
-    unknown, other = pipeline.evaluate(inputs, outputs=True)
+    loss = pipeline.evaluate(inputs, targets, outputs=True)
+    unknown = pipeline.evaluate(inputs, outputs=True)
+    out, other = loss.outputs, unknown.outputs
     expected = torch.cat([plain(x) for x in inputs.chunk(MICROBATCHES)])
-    last = len(modules) - 1 in pipeline.modules
+    last = len(modules) - 1 in pipeline.mesh.modules
     return {
         "last": last,
         "loss": loss == pipeline.evaluate(inputs, targets),
@@ -211,7 +211,7 @@ def odd_outputs(world: Meeting) -> list[Any]:
         )
         pipeline = dynmo.Pipeline(model, world, microbatches=MICROBATCHES)
         try:
-            _, out = pipeline.evaluate(*batch(0), outputs=True)
+            out = pipeline.evaluate(*batch(0), outputs=True).outputs
             seen.append(out and [torch.equal(out[1], 2 * out[0]), list(out[0].shape)])
         except dynmo.DynmoError as error:
             seen.append(str(error))
@@ -233,13 +233,12 @@ def engine(
         mesh,
         model,
         uniform(model.layers, mesh.size),
-        StepOptions("1f1b", microbatches=3),
-        UpdateOptions(post_validation=post),
-        LayerOptions(dtype=torch.bfloat16),
-        ReplicaOptions(**sharing),
+        EngineOptions(
+            "1f1b", microbatches=3, post_validation=post, dtype=torch.bfloat16, **sharing
+        ),
     )
     for step in range(2):
-        built.advance(step, *tokens(2 * step + mesh.replica), lr=0.01, max_norm=0.1 * step)
+        advance(built, step, *tokens(2 * step + mesh.replica), lr=0.01, max_norm=0.1 * step)
     return built
 
 
@@ -270,7 +269,7 @@ def special(world: Meeting, kind: str) -> dict[str, Any]:
         for index, (module, _) in ours.store.own.items()
         for name, weight in module.named_parameters()
     )
-    ours.step(2, *tokens(world.rank if plain else 0), lr=0.01)
+    run_step(ours, 2, *tokens(world.rank if plain else 0), lr=0.01)
     ours.digest()
     if kind == "tied":
         key = "head.logits.weight"

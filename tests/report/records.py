@@ -14,7 +14,7 @@ from dynmo.events import (
     Event,
     RebalanceEvent,
     RebalanceResultEvent,
-    StepEvent,
+    StepResult,
 )
 from dynmo.report.summary import Summary
 
@@ -25,8 +25,8 @@ def step(
     layers: tuple[int, ...] = (2, 2),
     frozen: int = 0,
     loss: float = 3.0,
-) -> StepEvent:
-    return StepEvent(
+) -> StepResult:
+    return StepResult(
         number, loss, 8 / seconds, seconds / 10, seconds / 4, seconds, 1.0, 0.1, layers, frozen
     )
 
@@ -52,7 +52,7 @@ def phases_of(summary: Summary) -> list[tuple[int, int]]:
     return [(phase.first, phase.last) for phase in summary.phases]
 
 
-def changed(at: int, steps: Sequence[StepEvent]) -> list[Event]:
+def changed(at: int, steps: Sequence[StepResult]) -> list[Event]:
     """These steps, with a change of the work before step `at`."""
     return [*steps[:at], change(at), *steps[at:]]
 

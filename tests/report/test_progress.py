@@ -13,14 +13,14 @@ from dynmo.events import (
     EvalEvent,
     RebalanceEvent,
     RebalanceResultEvent,
-    StepEvent,
+    StepResult,
     TokensEvent,
 )
 from dynmo.report.progress import ProgressLine
 
 
-def step(number: int, frozen: int = 0) -> StepEvent:
-    return StepEvent(number, 3.25, 12345.6, 0.125, 0.5, 1.0, 1.0, 0.1, (4, 2), frozen)
+def step(number: int, frozen: int = 0) -> StepResult:
+    return StepResult(number, 3.25, 12345.6, 0.125, 0.5, 1.0, 1.0, 0.1, (4, 2), frozen)
 
 
 def told(steps: int, *events: object, terminal: bool = False) -> str:

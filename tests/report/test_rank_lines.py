@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent, StepEvent
+from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent, StepResult
 from dynmo.report.rank_lines import account_text, rank_account, rank_text, speeds_text
 
 REPACK = RepackEvent(
@@ -11,8 +11,8 @@ REPACK = RepackEvent(
 GROW = GrowEvent(4, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("a:3", "b:4"), 6.0)
 
 
-def step(number: int, seconds: float) -> StepEvent:
-    return StepEvent(number, 1.0, 1.0, 0.0, 0.0, seconds, None, 0.1, (4, 4), 0)
+def step(number: int, seconds: float) -> StepResult:
+    return StepResult(number, 1.0, 1.0, 0.0, 0.0, seconds, None, 0.1, (4, 4), 0)
 
 
 def test_resize_events_have_a_line():

@@ -17,9 +17,12 @@ from dynmo.models.model import Model, from_factories
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.engine.batch_check import Inputs, StepBatch, StepSettings, Targets
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.runtime.state.layer_options import LayerOptions
+from dynmo.runtime.engine.executor import StepOutput
+from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.optim.parameter_groups import Rates
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 
 MICROBATCHES = 3
@@ -30,14 +33,9 @@ def alone() -> Meeting:
     return Meeting(0, 1, torch.device("cpu"), 5.0, 0, SignedStore(dist.HashStore()))
 
 
-def pipeline(
-    model: Model,
-    schedule: str = "zb-h1",
-    update: UpdateOptions | None = None,
-    layers: LayerOptions | None = None,
-) -> Engine:
-    steps = StepOptions(schedule, microbatches=MICROBATCHES)
-    return Engine(alone(), model, Partition((model.layers,)), steps, update, layers)
+def pipeline(model: Model, schedule: str = "zb-h1", **options: Any) -> Engine:
+    how = EngineOptions(schedule, microbatches=MICROBATCHES, **options)
+    return Engine(alone(), model, Partition((model.layers,)), how)
 
 
 def around(*middle: Callable[[], nn.Module]) -> Model:
@@ -54,6 +52,41 @@ def gpt(**model: Any) -> Engine:
 def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:
     """Seconds of F, B and W are one number per layer."""
     return pipeline(make_layers(f, b, w, size=64))
+
+
+def advance(
+    engine: Engine,
+    step: int,
+    inputs: Inputs,
+    targets: Targets,
+    *,
+    lr: Rates,
+    max_norm: float = 0.0,
+    flag: int = 0,
+    work: float = 0.0,
+) -> tuple[StepRecord, ...]:
+    """Trains on a batch, and returns the results that are final."""
+    return engine.train(StepBatch(inputs, targets, work), StepSettings(step, lr, max_norm, flag))
+
+
+def run_step(engine: Engine, step: int, inputs: Inputs, targets: Targets, **how: Any) -> StepRecord:
+    """Trains on a batch, and waits until the step is final."""
+    return (advance(engine, step, inputs, targets, **how) + engine.drain())[-1]
+
+
+def run_half(engine: Engine, step: int, inputs: Inputs, targets: Targets) -> StepOutput:
+    """Runs forward and backward, without the end of the step."""
+    return engine.programs.train(StepBatch(inputs, targets), step, 1.0)
+
+
+def end_step(
+    engine: Engine, step: int, output: StepOutput, *, lr: Rates, max_norm: float = 0.0
+) -> StepRecord:
+    """Ends the step that `run_half` has begun."""
+    settings, end = StepSettings(step, lr, max_norm), engine.optimizer_step
+    record, failed, error = end.agree(settings, output)
+    assert error is None
+    return end.make(record, failed, settings)
 
 
 def ids() -> Tensor:

@@ -39,7 +39,7 @@ def batches(world: Meeting, config: dict[str, Any]) -> list[Any]:
     """Inputs and targets of the first step and of an evaluation. None where there are none."""
     loaded = parse(config)
     model = model_of(loaded)
-    pipeline = Pipeline(model, world, **loaded.pipeline_options())
+    pipeline = Pipeline(model, world, **loaded.pipeline_arguments())
     loader = DataLoader(loaded, world, pipeline, model)
     read = [*loader.train(0)[:2], *loader.held_out(1)[:2]]
     pipeline.close()

@@ -21,7 +21,7 @@ from dynmo.data.records import open_records
 from dynmo.data.sample_batches import Padding, padding_of
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
-from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepEvent, read
+from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepResult, read
 from dynmo.train.samples import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
@@ -264,7 +264,7 @@ def test_broken_sample_is_left_out_and_counted(
     assert [event.step for event in data] == [0, 1, 2, 3]
     assert max(event.skipped for event in data) >= 2
     assert all(0 <= event.padding < event.tokens for event in data)
-    steps = [event for event in events if isinstance(event, StepEvent)]
+    steps = [event for event in events if isinstance(event, StepResult)]
     assert all(event.tokens_per_s > 0 for event in steps)
     # Every token that is no padding counts, but for the first of each sample.
     tokens = [event.tokens - event.padding for event in data]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynmo.config import load
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepResult, read
 from tests.cli.runs import tree
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
@@ -60,12 +60,12 @@ def test_resumed_run_equals_the_uninterrupted_run(
     assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
     assert third[0]["loss"] == whole[0]["loss"]
     events = [list(read(f / "events.jsonl")) for f in (tmp_path / "whole", folder)]
-    losses = [{e.step: e.loss for e in each if isinstance(e, StepEvent)} for each in events]
+    losses = [{e.step: e.loss for e in each if isinstance(e, StepResult)} for each in events]
     assert losses[0] == losses[1]
     assert sorted(losses[1]) == list(range(9))
     reasons = [e.reason for e in events[1] if isinstance(e, EndEvent)]
     assert reasons == ["interrupted", "interrupted", "done"]
-    frozen = [{e.step: e.frozen for e in each if isinstance(e, StepEvent)} for each in events]
+    frozen = [{e.step: e.frozen for e in each if isinstance(e, StepResult)} for each in events]
     assert frozen[0] == frozen[1]
     if dynamism:
         assert frozen[0][8] > 0, "nothing froze: this shows nothing"
@@ -110,7 +110,7 @@ def test_damaged_checkpoint_is_skipped(pool: Pool, ended: tuple[Path, Any]) -> N
     tensors.write_bytes(data)
     resumed = trained(pool, 2, folder, resume=True)
     assert resumed[0]["weights_digest"] == whole["weights_digest"]
-    assert [e.step for e in read(log) if isinstance(e, StepEvent)] == [*range(9), 6, 7, 8]
+    assert [e.step for e in read(log) if isinstance(e, StepResult)] == [*range(9), 6, 7, 8]
 
 
 def test_checkpoint_of_an_earlier_version_loads(pool: Pool, ended: tuple[Path, Any]) -> None:

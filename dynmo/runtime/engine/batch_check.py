@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,48 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Inputs: TypeAlias = Tensor | Sequence[tuple[Tensor, ...]] | None
 """Microbatches [microbatches, ...], or the first layer's arguments for each microbatch."""
 Targets: TypeAlias = Tensor | Sequence[Tensor | Mapping[str, Tensor]] | None
+
+
+class StepBatch(NamedTuple):
+    """What this rank is given for a step.
+
+    Attributes:
+        inputs: This replica's microbatches, on the rank of the first stage. Every replica has as
+            many. They follow those of the replica before it in the batch.
+        targets: Likewise, on the rank of the last stage.
+        work: Operations of this replica's batch, on the rank of the first stage. Every rank gets
+            the sum in `StepRecord.work`.
+    """
+
+    inputs: Inputs
+    targets: Targets
+    work: Tensor | float = 0.0
+
+
+class StepSettings(NamedTuple):
+    """How a step trains, the same on every rank but for the flag.
+
+    Attributes:
+        step: Number of the step.
+        rates: Learning rate, or all options of each group of parameters.
+        max_norm: Norm to clip the gradients to. 0 clips nothing.
+        flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
+    """
+
+    step: int
+    rates: Rates
+    max_norm: float = 0.0
+    flag: int = 0
+
+    def check(self) -> None:
+        rates, max_norm = self.rates, self.max_norm
+        for rate in [x.get("lr", 0.0) for x in rates] if isinstance(rates, Sequence) else [rates]:
+            if not isinstance(rate, Real | Tensor) or not 0 <= float(rate) < math.inf:
+                raise InputError(f"lr = {rate!r}; give a finite number of at least 0")
+        if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
+            raise InputError(
+                f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing"
+            )
 
 
 def fingerprint(batch: Tensor) -> Tensor:
@@ -61,19 +103,20 @@ COMPARED = ("inputs", "targets", "numbers of rows")
 Hashes: TypeAlias = tuple[Tensor | int | None, ...]
 
 
-def hashes_to_compare(world: World, inputs: Inputs, targets: Targets) -> Hashes:
+def hashes_to_compare(world: World, batch: StepBatch) -> Hashes:
     """Returns hashes of inputs and targets, and the number of rows, if it is known.
 
     None if this rank has its pipeline to itself.
     """
 
-    def hashed(batch: Inputs | Targets) -> Tensor | None:
-        if batch is None or world.size == 1:
+    def hashed(part: Inputs | Targets) -> Tensor | None:
+        if part is None or world.size == 1:
             return None
-        if isinstance(batch, Tensor):
-            return fingerprint(batch)
-        return fingerprint(torch.stack([fingerprint(each) for each in tensors_of(batch)]))
+        if isinstance(part, Tensor):
+            return fingerprint(part)
+        return fingerprint(torch.stack([fingerprint(each) for each in tensors_of(part)]))
 
+    inputs, targets, _ = batch
     given = [x for x in (inputs, targets) if isinstance(x, Tensor) and x.dim() > 1]
     rows = given[0].shape[0] * given[0].shape[1] if given and world.size > 1 else None
     return hashed(inputs), hashed(targets), rows
@@ -121,16 +164,15 @@ def find_difference(
 
 def check_batch(
     store: LayerStore,
-    inputs: object,
-    targets: object,
+    given: StepBatch,
     microbatches: int,
     needs_targets: bool = True,
 ) -> None:
     stages, world = store.own_stages, store.world
     last = len(store.layout.stage_ranks) - 1
     for name, batch, stage, holder in (
-        ("inputs", inputs, 0, "first"),
-        ("targets", targets, last, "last"),
+        ("inputs", cast(object, given.inputs), 0, "first"),
+        ("targets", given.targets, last, "last"),
     ):
         if batch is None:
             if stage in stages and (needs_targets or name == "inputs"):
@@ -149,22 +191,12 @@ def check_batch(
                 f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] "
                 "(torch.stack, torch.as_tensor), or a list of microbatches"
             )
-        given = cast("Tensor | list[object]", batch)
-        count = len(given) if isinstance(given, list) or given.dim() else 0
+        tensors = cast("Tensor | list[object]", batch)
+        count = len(tensors) if isinstance(tensors, list) or tensors.dim() else 0
         if count != microbatches:
             own = " of this replica's own" if world.replicas > 1 else ""
-            shape = f", shape {list(given.shape)}" if isinstance(given, Tensor) else ""
+            shape = f", shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
             raise InputError(
                 f"{name}: {count or 'no'} microbatches{shape}, where "
                 f"{microbatches}{own} are expected; the first dimension counts microbatches"
             )
-
-
-def check_rates(lr: Rates, max_norm: object) -> None:
-    for rate in [group.get("lr", 0.0) for group in lr] if isinstance(lr, Sequence) else [lr]:
-        if not isinstance(rate, Real | Tensor) or not 0 <= float(rate) < math.inf:
-            raise InputError(f"lr = {rate!r}; give a finite number of at least 0")
-    if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
-        raise InputError(
-            f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing"
-        )

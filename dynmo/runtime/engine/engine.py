@@ -1,9 +1,9 @@
 """The engine runs the steps of one model over a world of ranks.
 
-world = Meeting.join(store, rank, size)
-engine = Engine(world, model, Partition((9, 9)), StepOptions("zb-h1", microbatches=8))
+world = World.join(store, rank, size)
+engine = Engine(world, model, Partition((9, 9)), EngineOptions("zb-h1", microbatches=8))
 for step in range(steps):
-    result = engine.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
+    engine.train(StepBatch(inputs, targets), StepSettings(step, 3e-4, max_norm=1.0))
     costs = engine.costs()                    # measured, the same on every rank
 
 What changes between steps is in `dynmo.pipeline.actions`.
@@ -14,14 +14,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.errors import InputError
 from dynmo.models.loss import joined
 from dynmo.models.model import Model
 from dynmo.plan.partition import Partition
@@ -32,22 +31,14 @@ from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
     Hashes,
-    Inputs,
-    Targets,
+    StepBatch,
+    StepSettings,
     check_batch,
-    check_rates,
     find_difference,
     hashes_to_compare,
 )
-from dynmo.runtime.engine.executor import StepOutput
-from dynmo.runtime.engine.not_finite import NotFiniteError, StepBatch, explained
+from dynmo.runtime.engine.not_finite import NotFiniteError, explained
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
-from dynmo.runtime.engine.options import (
-    StepOptions,
-    UpdateOptions,
-    check_partition,
-    check_recompute,
-)
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
@@ -56,9 +47,8 @@ from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.sm_slices import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.loss_scale import make_scaler
-from dynmo.runtime.optim.parameter_groups import Rates
+from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.digest import weights_digest
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -71,10 +61,7 @@ class Engine:
         world: The ranks of one pipeline. It may be one of several in a mesh (`arrange`).
         model: The model to train.
         partition: Number of layers on each stage. The schedule says which rank holds which stage.
-        steps: The ops of a step: schedule, microbatches, recomputation.
-        update: The end of a step: clipping, optimizer, post-validation.
-        layers: How the layers compute: precision, seed, compilation.
-        replicas: What the replicas share.
+        options: How it trains.
         elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
             outside of. The engine then holds nothing until `Actions.arrive`.
 
@@ -88,31 +75,21 @@ class Engine:
         world: World,
         model: Model,
         partition: Partition,
-        steps: StepOptions,
-        update: UpdateOptions | None = None,
-        layers: LayerOptions | None = None,
-        replicas: ReplicaOptions | None = None,
+        options: EngineOptions,
         elsewhere: tuple[int, int] | None = None,
     ) -> None:
-        update, layers = update or UpdateOptions(), layers or LayerOptions()
-        replicas, is_bare = replicas or ReplicaOptions(), elsewhere is not None
-        post_validation = update.post_validation
-        _check(world, model, partition, steps, update)
+        is_bare, post_validation = elsewhere is not None, options.post_validation
         self.model = model
-        self.layouts = steps.layouts(model.layers, replicas.groups(world.replicas))
-        mesh = elsewhere or (steps.slices or world.size, world.replicas)
-        layout = self.layouts.make(*mesh, steps.microbatches, partition)
-        streams = make_streams(world.device, steps.slices, layout.stage_ranks)
+        self.layouts = options.layouts(model.layers, world.replicas)
+        mesh = elsewhere or (options.slices or world.size, world.replicas)
+        layout = self.layouts.make(*mesh, options.microbatches, partition)
+        streams = make_streams(world.device, options.slices, layout.stage_ranks)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        self.store = store = LayerStore(
-            world, model, layout, self.clock, layers, update.optimizer, replicas, is_bare
-        )
+        self.store = store = LayerStore(world, model, layout, self.clock, options, is_bare)
         links = {} if is_bare else measure_links(world, layout.pairs)
         self.speeds = RankSpeeds(store, self.profiler)
-        self.schedule_keeper = ScheduleKeeper(
-            store, steps, links, self.speeds, post_validation=post_validation
-        )
+        self.schedule_keeper = ScheduleKeeper(store, options, links, self.speeds)
         self.programs = Programs(
             store,
             self.schedule_keeper,
@@ -120,22 +97,20 @@ class Engine:
             self.clock,
             streams,
             post_validation=post_validation,
-            replicates=replicas.replicates or world.replicas > 1,
+            replicates=options.replicates or world.replicas > 1,
         )
-        # Gradients wait for `update` or `discard`.
-        self._halfway = False
         # Undoes what the step that runs has written beside gradients.
         self._undo: Callable[[], None] = _nothing
         # Batches of the steps that are not final, by step.
         self._batches: dict[int, StepBatch] = {}
-        scaler = update.scaler or make_scaler(layers.dtype)
+        scaler = options.scaler or make_scaler(options.dtype)
         table = StepReduction(store, self.clock)
-        self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, update.clip_scope)
+        self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, options.clip_scope)
         self.pending = PostValidation(
             store,
             self.optimizer_step,
             validates=post_validation,
-            copies=update.rollback == "exact" or not store.groups.inverts,
+            copies=options.rollback == "exact" or not store.groups.inverts,
             explain=self._explained,
             attempt=self.attempt,
         )
@@ -158,7 +133,7 @@ class Engine:
         try:
             yield
         except Exception as error:
-            everyone, self._halfway = self.store.world.everyone, False
+            everyone = self.store.world.everyone
             self._undo()
             self._undo = _nothing
             if everyone.size > 1:
@@ -186,132 +161,71 @@ class Engine:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def step(
-        self,
-        step: int,
-        inputs: Inputs,
-        targets: Targets,
-        *,
-        lr: Rates,
-        max_norm: float = 0.0,
-        flag: int = 0,
-        work: Tensor | float = 0.0,
-    ) -> StepRecord:
+    def train(self, batch: StepBatch, settings: StepSettings) -> tuple[StepRecord, ...]:
         """Trains on one batch: forward, backward, clipping, update.
 
-        Args:
-            inputs: This replica's microbatches, [microbatches, ...], on the rank of the first
-                stage. Or a list with the first layer's arguments for each microbatch. Every replica
-                has as many. They follow those of the replica before it in the batch.
-            targets: Likewise, on the rank of the last stage.
-            lr: Learning rate, or all options of each group of parameters.
-            max_norm: Norm to clip the gradients to. 0 clips nothing.
-            flag: Number that every rank gets in `StepRecord.flags`, such as a wish to stop.
-            work: Operations of this replica's batch, on the rank of the first stage. Every rank
-                gets the sum in `StepRecord.work`.
-
-        Raises:
-            InputError: Ranks of a replica were given different batches. Nothing was updated.
-            RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
-                gradient skips the step.
-        """
-        results = self.advance(
-            step,
-            inputs,
-            targets,
-            lr=lr,
-            max_norm=max_norm,
-            flag=flag,
-            work=work,
-        )
-        return (results + self.drain())[-1]
-
-    def advance(
-        self,
-        step: int,
-        inputs: Inputs,
-        targets: Targets,
-        *,
-        lr: Rates,
-        max_norm: float = 0.0,
-        flag: int = 0,
-        work: Tensor | float = 0.0,
-    ) -> tuple[StepRecord, ...]:
-        """Trains like `step`, but without a barrier at its end under post-validation.
-
-        The next step then begins before this one is final. `drain` waits for the last step, and so
-        does every method that reads or changes the model. An error is raised one step late.
+        Under post-validation a step has no barrier at its end. The next step then begins before
+        this one is final. `drain` waits for the last step, and so does every method that reads or
+        changes the model.
 
         Returns:
             The results that have become final and were not returned before, in order. With a
             barrier the last is that of this step, and without one that of the step before.
+
+        Raises:
+            InputError: Ranks of a replica were given different batches. Nothing was updated.
+            RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
+                gradient skips the step. Without a barrier an error is raised one step late.
         """
-        check_rates(lr, max_norm)
-        pending = self.pending
+        settings.check()
+        pending, end, step = self.pending, self.optimizer_step, settings.step
         pending.raise_failure()
-        self._batches[step] = StepBatch(inputs, targets)
+        self._batches[step] = batch
         self._batches.pop(step - 2, None)
-        if not pending.validates:
-            step_output = self.forward_backward(step, inputs, targets)
-            step_output.work = work
-            record = self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag)
-            self._batches.clear()
-            return *pending.take_done(), record
-        has_run = False
-        with self.attempt(step):
-            check_batch(self.store, inputs, targets, self.store.layout.microbatches)
-            pending.begin()
-            step_output = self._run(step, inputs, targets)
-            self._undo, step_output.work = step_output.undo, work
-            pending.end(step, step_output, lr, max_norm, flag)
+        validates, agreed, has_run = pending.validates, None, False
+        if not validates:
+            pending.settle()
+        with self.attempt(step if validates else None):
+            check_batch(self.store, batch, self.store.layout.microbatches)
+            if validates:
+                pending.begin()
+            is_validated = pending.is_validated if pending.is_out else None
+            # Nobody else may hold the executor when it fails (`attempt`).
+            step_output = self.programs.train(batch, step, end.scaler.scale, is_validated)
+            self._undo = step_output.undo
+            if validates:
+                pending.end(settings, step_output)
+            else:
+                agreed = *end.agree(settings, step_output), step_output.undo
             self._undo, has_run = _nothing, True
+        if agreed is not None:
+            return *pending.take_done(), self._end(settings, *agreed)
         if has_run:  # or the error of this step is raised in the next call
             pending.raise_failure()
         return pending.take_done()
 
+    def _end(
+        self,
+        settings: StepSettings,
+        record: StepRecord,
+        failed: str | None,
+        error: Exception | None,
+        undo: Callable[[], None],
+    ) -> StepRecord:
+        """Ends a step with a barrier as the ranks have agreed."""
+        end = self.optimizer_step
+        if error is not None:
+            end.discard()
+            undo()
+            raise self._explained(error)
+        with self.attempt(is_final=True):
+            record = end.make(record, failed, settings)
+        self._batches.clear()
+        return self.pending.observed(record, failed)
+
     def drain(self) -> tuple[StepRecord, ...]:
         """Waits until the last step is final. Returns results not returned before."""
         return self.pending.drain()
-
-    def forward_backward(self, step: int, inputs: Inputs, targets: Targets) -> StepOutput:
-        """Runs the first half of `step`. Gradients wait for `update` or `discard`."""
-        store = self.pending.final
-        if self._halfway:
-            raise RunError(
-                "forward_backward was called again before update or discard; a step's "
-                "microbatches are given all at once"
-            )
-        with self.attempt():
-            check_batch(store, inputs, targets, store.layout.microbatches)
-            step_output = self._run(step, inputs, targets)
-            self._undo = step_output.undo
-        self._halfway = True
-        return step_output
-
-    def _run(self, step: int, inputs: Inputs, targets: Targets) -> StepOutput:
-        # Nobody else may hold the executor when it fails (`attempt`).
-        executor, pending = self.programs.executor(), self.pending
-        is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-        scale = self.optimizer_step.scaler.scale
-        return self.programs.train(executor, step, inputs, targets, scale, is_validated)
-
-    def update(
-        self, step: int, step_output: StepOutput, *, lr: Rates, max_norm: float = 0.0, flag: int = 0
-    ) -> StepRecord:
-        """Runs the second half of `step`: agreement of the ranks, clipping, the optimizer."""
-        check_rates(lr, max_norm)
-        self._halfway = False
-        end = self.optimizer_step
-        with self.attempt():
-            record, failed, error = end.agree(step, step_output, max_norm, flag)
-        if error is not None:
-            self.discard()
-            step_output.undo()
-            raise self._explained(error)
-        self._undo = _nothing
-        with self.attempt(is_final=True):
-            record = end.make(record, failed, lr, max_norm)
-        return self.pending.observed(record, failed)
 
     def _explained(self, error: Exception) -> Exception:
         """Says where a value is not finite first."""
@@ -321,18 +235,12 @@ class Engine:
         with self.attempt():
             scale = self.optimizer_step.scaler.scale
             said = explained(error, self.store, self.programs, batch, scale)
-        self.discard()
-        return said
-
-    def discard(self) -> None:
-        """Drops the gradients instead of `update`, and keeps the measurements."""
-        self._halfway, self._undo = False, _nothing
         self.optimizer_step.discard()
+        return said
 
     def evaluate(
         self,
-        inputs: Inputs,
-        targets: Targets,
+        batch: StepBatch,
         microbatches: int,
         *,
         shares: bool = False,
@@ -342,8 +250,6 @@ class Engine:
         """Computes the mean loss over microbatches without training, alike on all ranks.
 
         Args:
-            inputs: [microbatches, ...] on the rank of the first stage.
-            targets: [microbatches, ...] on the rank of the last stage.
             shares: Whether each replica has microbatches of its own. If not, the first replica's
                 loss counts, because all have the same.
             outputs: Takes the model's output of each microbatch on the ranks of the last stage.
@@ -357,9 +263,9 @@ class Engine:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
         store = self.pending.final
         with self.attempt():
-            check_batch(store, inputs, targets, microbatches, outputs is None)
-            hashes = hashes_to_compare(self.store.world, inputs, targets)
-            own = self.programs.evaluate(inputs, targets, microbatches, outputs, observe)
+            check_batch(store, batch, microbatches, outputs is None)
+            hashes = hashes_to_compare(self.store.world, batch)
+            own = self.programs.evaluate(batch, microbatches, outputs, observe)
             losses, rows = self._shared(own, hashes, shares)
         difference = find_difference("the evaluation", rows, self.store.world.replicas)
         if difference is not None:
@@ -417,20 +323,3 @@ class Engine:
 
 def _nothing() -> None:
     pass
-
-
-def _check(
-    world: World, model: object, partition: object, steps: StepOptions, update: UpdateOptions
-) -> None:
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; make a Model of it with "
-            "dynmo.models.model.from_factories"
-        )
-    check_partition(partition)
-    check_recompute(steps.recompute, model.layers)
-    if steps.slices is not None and (world.size > 1 or update.post_validation):
-        raise ConfigError(
-            "slices of one GPU are one process, whose steps end together: use one rank a "
-            "replica, without post_validation"
-        )

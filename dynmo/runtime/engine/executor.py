@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, Targets, is_ragged
+from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, StepBatch, is_ragged
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet, Copies
 from dynmo.runtime.layer.span import Tensors
@@ -78,10 +78,9 @@ class Executor:
     def run(
         self,
         step: int,
-        inputs: Inputs,
-        targets: Targets,
+        batch: StepBatch,
         training: bool = True,
-        is_validated: Callable[[], bool] | None = None,
+        is_validated: Callable[[Executor], bool] | None = None,
     ) -> StepOutput:
         # A garbage collection in the middle of a step would hold up every rank downstream. Between
         # steps it holds up none.
@@ -89,17 +88,17 @@ class Executor:
         gc.disable()
         before = self.copies()
         try:
-            ragged = 0 in self.stages and is_ragged(inputs)
+            ragged = 0 in self.stages and is_ragged(batch.inputs)
             self.transport.open(ragged)
             for stage in self.stages.values():
                 stage.begin()
                 if ragged:
                     stage.expect_ragged()
             self.streams.fork()
-            step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
+            step_output = _ProgramRun(self, step, batch, training).run(is_validated)
             if step_output is None:
                 self.restore(before)
-                step_output = _ProgramRun(self, step, inputs, targets, training).run(None)
+                step_output = _ProgramRun(self, step, batch, training).run(None)
                 assert step_output is not None
             self.streams.join()
             self.transport.flush()
@@ -149,14 +148,12 @@ class _ProgramRun:
         self,
         executor: Executor,
         step: int,
-        inputs: Inputs,
-        targets: Targets,
+        batch: StepBatch,
         training: bool,
     ) -> None:
         self._executor = executor
         self._step = step
-        self._inputs = inputs
-        self._targets = targets
+        self._inputs, self._targets = batch.inputs, batch.targets
         self._training = training
         self._program, self._stages = executor.program, executor.stages
         self._transport = executor.transport
@@ -169,7 +166,7 @@ class _ProgramRun:
         self._arrived: dict[Key, Tensors] = {}
         self._leaving: dict[Key, Tensors] = {}
 
-    def run(self, is_validated: Callable[[], bool] | None) -> StepOutput | None:
+    def run(self, is_validated: Callable[[Executor], bool] | None) -> StepOutput | None:
         """Runs all instructions.
 
         Returns None if the program must begin again. Everything except the buffers is then as it
@@ -177,7 +174,16 @@ class _ProgramRun:
         """
         for instruction in self._program.instructions:
             if isinstance(instruction, Compute):
-                self._compute(instruction)
+                kind, s, j = instruction.op
+                with self._streams.of(s):
+                    if kind is Kind.F:
+                        start = self._forward(instruction)
+                    elif kind is Kind.W:
+                        start = self._mark()
+                        self._stages[s].backward_weight(j)
+                    else:
+                        start = self._backward_input(instruction)
+                    self._intervals.append(Interval(kind, s, j, start, self._mark()))
             elif isinstance(instruction, Receive):
                 self._receive(instruction)
             elif isinstance(instruction, Send):
@@ -185,19 +191,6 @@ class _ProgramRun:
             elif is_validated is not None and not self._verdict(instruction, is_validated):
                 return None
         return self._output
-
-    def _compute(self, compute: Compute) -> None:
-        op = compute.op
-        kind, s, j = op
-        with self._streams.of(s):
-            if kind is Kind.F:
-                start = self._forward(compute)
-            elif kind is Kind.W:
-                start = self._mark()
-                self._stages[s].backward_weight(j)
-            else:
-                start = self._backward_input(compute)
-            self._intervals.append(Interval(kind, s, j, start, self._mark()))
 
     def _forward(self, compute: Compute) -> Any:
         """Runs F, and hands its outputs on. Returns the mark of its start."""
@@ -251,10 +244,10 @@ class _ProgramRun:
         self._transport.put(channel, j, self._leaving.pop((channel.direction, s, j)))
         self._intervals.append(Interval(SEND, s, j, start, self._mark()))
 
-    def _verdict(self, verdict: Verdict, is_validated: Callable[[], bool]) -> bool:
+    def _verdict(self, verdict: Verdict, is_validated: Callable[[Executor], bool]) -> bool:
         """Asks whether the step before is final. If not, undoes the work of this run."""
         start = self._mark()
-        if not is_validated():
+        if not is_validated(self._executor):
             self._executor.clear()
             self._transport.rewind(verdict.begun)
             return False

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
-from dynmo.runtime.engine.batch_check import Inputs, Targets, tensors_of
+from dynmo.runtime.engine.batch_check import StepBatch, tensors_of
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -20,11 +19,6 @@ class NotFiniteError(RunError):
     def __init__(self, step: int, what: str, advice: str) -> None:
         super().__init__(f"{what}. {advice}")
         self.step, self.what, self.advice = step, what, advice
-
-
-class StepBatch(NamedTuple):
-    inputs: Inputs
-    targets: Targets
 
 
 # In the order in which a value can be the first. Then follow microbatch, layer and parameter.
@@ -54,7 +48,7 @@ def explained(
     for stage in executor.stages.values():
         stage.look = look
     try:
-        programs.train(executor, error.step, batch.inputs, batch.targets, scale)
+        programs.train(batch, error.step, scale)
     finally:
         for stage in executor.stages.values():
             stage.look = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError
 from dynmo.kernels.torch_private import scale_all
+from dynmo.runtime.engine.batch_check import StepSettings
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
 from dynmo.runtime.engine.not_finite import NotFiniteError
@@ -39,28 +40,26 @@ class OptimizerStep:
         self.scaler, self.clip_scope = scaler, clip_scope
 
     def agree(
-        self, step: int, step_output: StepOutput, max_norm: float, flag: int
+        self, settings: StepSettings, step_output: StepOutput
     ) -> tuple[StepRecord, str | None, DynmoError | None]:
         """Has the ranks agree on a step. Returns the obstacle to it and the error, too."""
         self.prepare()
-        own = self.table.own(step_output, flag)
+        own = self.table.own(step_output, settings.flag)
         table = self.table.shared(own, "the step to end on every rank")
-        result = self.table.read(step, table, step_output, self.scaler.scale)
-        failed = self.failed(result.loss, result.squared_norms, max_norm)
-        error = self.table.wrong_batch(step, table)
+        result = self.table.read(settings.step, table, step_output, self.scaler.scale)
+        failed = self.failed(result.loss, result.squared_norms, settings.max_norm)
+        error = self.table.wrong_batch(settings.step, table)
         if error is None and failed == NON_FINITE:
             error = self.error(result)
         return result, failed, error
 
-    def make(
-        self, result: StepRecord, failed: str | None, lr: Rates, max_norm: float
-    ) -> StepRecord:
+    def make(self, result: StepRecord, failed: str | None, settings: StepSettings) -> StepRecord:
         """Makes the step that all ranks agree on, or skips it."""
         self.scaler.observe(failed != NON_FINITE)
         if failed == NON_FINITE:
             result = self.skipped(result)
         else:
-            self.apply(result.squared_norms, lr, max_norm)
+            self.apply(result.squared_norms, settings.rates, settings.max_norm)
         self.drop_gradients()
         self._store.tied.publish(self._store.frozen.layers)
         self.observe()
@@ -120,7 +119,7 @@ class OptimizerStep:
         frozen = self._store.frozen.layers
         return {i: own for i, own in sorted(self._store.optimizers.items()) if i not in frozen}
 
-    def apply(self, squared_norms: Sequence[float], lr: Rates, max_norm: float) -> None:
+    def apply(self, squared_norms: Sequence[float], rates: Rates, max_norm: float) -> None:
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self._store.update.step(
@@ -128,7 +127,7 @@ class OptimizerStep:
                 optimizer: clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
                 for index, optimizer in self.trained.items()
             },
-            lr,
+            rates,
         )
         self.share()
 
@@ -143,7 +142,7 @@ class OptimizerStep:
             optimizer.drop_gradients()
 
     def discard(self) -> None:
-        """Instead of `update`: drops the gradients and keeps the measurements."""
+        """Drops the gradients instead of a step, and keeps the measurements."""
         self.drop_all_gradients()
         self.observe()
 

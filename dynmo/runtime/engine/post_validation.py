@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
+from dynmo.runtime.engine.batch_check import StepSettings
 from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.norm_ring import (
     CLIPPED,
@@ -36,7 +37,6 @@ from dynmo.runtime.engine.norm_ring import (
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.optim.optimizer import Piece, pieces_of
-from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -49,10 +49,8 @@ class _Pending:
         ended: Whether the next rank knows of it.
     """
 
-    step: int
+    settings: StepSettings
     step_output: StepOutput
-    lr: Rates
-    max_norm: float
     stepped: bool
     ended: bool = False
 
@@ -126,31 +124,29 @@ class PostValidation:
         executor.scale_loss(self._end.scaler.scale)  # no B has started
         return is_validated
 
-    def end(
-        self, step: int, step_output: StepOutput, lr: Rates, max_norm: float, flag: int
-    ) -> None:
+    def end(self, settings: StepSettings, step_output: StepOutput) -> None:
         """Makes the step if ranks so far have nothing against it, and tells the next."""
         if self._failure is not None:
             self._end.discard()
             step_output.undo()
             return
         self._end.prepare()
-        own = self._end.table.own(step_output, flag)
+        own = self._end.table.own(step_output, settings.flag)
         prefix = self.ring.prefix(own)
-        known = self._end.table.read(step, prefix[None], step_output, self._end.scaler.scale)
+        scale = self._end.scaler.scale
+        known = self._end.table.read(settings.step, prefix[None], step_output, scale)
         # The norms alone decide: they are the same on all replicas, which must do alike. The
         # verdict finds a loss that is not finite.
-        stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
-        pending = _Pending(step, step_output, lr, max_norm, stepped)
+        stepped = self._end.failed(0.0, known.squared_norms, settings.max_norm) is None
+        pending = _Pending(settings, step_output, stepped)
         if stepped:
             if self._copies:
                 for piece in self._pieces:
                     piece.keep()
             self._pending, self.is_halfway = pending, not self._copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
-            self._end.apply(
-                known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0
-            )
+            limit = settings.max_norm if self._end.clip_scope == "local" else 0.0
+            self._end.apply(known.squared_norms, settings.rates, limit)
             self.is_halfway = False
         self.ring.pass_on(self._end.table.complete(prefix) if self.ring.completes else prefix)
         self._pending, pending.ended = pending, True
@@ -180,19 +176,19 @@ class PostValidation:
         """Raises RunError while a step is pending, for calls on one rank alone."""
         if self._pending is not None:
             raise RunError(
-                f"step {self._pending.step} may still be taken back; call drain() on all ranks "
-                "first (a case: see Dynamism.acts)"
+                f"step {self._pending.settings.step} may still be taken back; call drain() on all "
+                "ranks first (a case: see Dynamism.acts)"
             )
 
     def _judge(self, table: Tensor) -> bool:
         """Acts on the verdict. Returns False if the step was not made as assumed."""
         pending = self._pending
         assert pending is not None
-        end = self._end
+        end, (step, rates, max_norm, _) = self._end, pending.settings
         self._pending = None
-        result = end.table.read(pending.step, table, pending.step_output, end.scaler.scale)
-        failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
-        error: Exception | None = end.table.wrong_batch(pending.step, table)
+        result = end.table.read(step, table, pending.step_output, end.scaler.scale)
+        failed = end.failed(result.loss, result.squared_norms, max_norm)
+        error: Exception | None = end.table.wrong_batch(step, table)
         if error is not None:
             failed = MISMATCHED
         assert self._policy is not None
@@ -201,14 +197,14 @@ class PostValidation:
             self.is_halfway = True
             self._take_back(pending)
             if failed == CLIPPED:
-                end.apply(result.squared_norms, pending.lr, pending.max_norm)
+                end.apply(result.squared_norms, rates, max_norm)
             self.is_halfway = False
             if failed == NON_FINITE:
                 error = end.error(result)
                 result = end.skipped(result)
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if error is not None:
-            self._failure = _Failure(pending.step, error, pending.step_output.undo)
+            self._failure = _Failure(step, error, pending.step_output.undo)
         else:
             end.scaler.observe(failed != NON_FINITE)
             self._done.append(replace(result, switch=switch))
@@ -223,7 +219,7 @@ class PostValidation:
             if self._copies:
                 update.restore(layers)
             else:
-                update.invert(layers, pending.lr)
+                update.invert(layers, pending.settings.rates)
         self._end.share()
 
     def _forget(self) -> None:
@@ -263,7 +259,7 @@ class PostValidation:
             assert undone is not None
             self._ended, step = self._ended - 1, None
             self._parts.pop()
-            self._failure = _Failure(undone.step, error)
+            self._failure = _Failure(undone.settings.step, error)
         if any_open:
             own = self._parts[-1].clone()
             table = self._end.table.shared(own, "the verdict on the last step")

@@ -18,7 +18,7 @@ from dynmo.kernels.seeds import generators_kept
 from dynmo.models.loss import counts_of
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.batch_check import Inputs, Targets, hashes_to_compare
+from dynmo.runtime.engine.batch_check import StepBatch, Targets, hashes_to_compare
 from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
@@ -81,23 +81,21 @@ class Programs:
 
     def train(
         self,
-        executor: Executor,
+        batch: StepBatch,
         step: int,
-        inputs: Inputs,
-        targets: Targets,
         scale: float,
-        is_validated: Callable[[], bool] | None = None,
+        is_validated: Callable[[Executor], bool] | None = None,
     ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete."""
-        store = self._store
-        counts = self._count(executor, targets)
+        store, executor = self._store, self.executor()
+        counts = self._count(executor, batch.targets)
         executor.scale_loss(scale)
-        hashes = hashes_to_compare(store.world, inputs, targets)
+        hashes = hashes_to_compare(store.world, batch)
         self._look_at_layers(between_steps=is_validated is None)
         self._profiler.begin(store.layers.values())
         with self._running():
-            step_output = executor.run(step, inputs, targets, is_validated=is_validated)
-        step_output.hashes, step_output.counts = hashes, counts
+            step_output = executor.run(step, batch, is_validated=is_validated)
+        step_output.work, step_output.hashes, step_output.counts = batch.work, hashes, counts
         for stage in executor.stages.values():
             step_output.router_losses += [x for _, x in sorted(stage.router_losses.items())]
         store.replicas.finish("the gradients of the step")
@@ -110,8 +108,7 @@ class Programs:
 
     def evaluate(
         self,
-        inputs: Inputs,
-        targets: Targets,
+        batch: StepBatch,
         microbatches: int,
         outputs: dict[int, object] | None = None,
         observe: Callable[[Any, Any], None] | None = None,
@@ -121,13 +118,13 @@ class Programs:
         float64 [2, microbatches]. All are 0 on ranks without the last stage.
         """
         executor = self._evaluator(microbatches)
-        counts = self._count(executor, targets, shares=False)
+        counts = self._count(executor, batch.targets, shares=False)
         for stage in executor.stages.values():
             stage.collected, stage.observe = outputs, observe
         # A stage chooses for itself what keeps a graph. Here nothing does.
         modules = [layer.module for layer in self._store.layers.values()]
         with evaluated(modules), self._running(), torch.enable_grad():
-            step_output = executor.run(0, inputs, targets, training=False)
+            step_output = executor.run(0, batch, training=False)
         for stage in executor.stages.values():
             stage.collected = stage.observe = None
         for layer in self._store.layers.values():

@@ -12,8 +12,8 @@ from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Choice, Problem, Speeds, Work
 from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.agreement import agree
-from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
+from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
@@ -30,14 +30,12 @@ class ScheduleKeeper:
     def __init__(
         self,
         store: LayerStore,
-        steps: StepOptions,
+        options: EngineOptions,
         links: Links,
         speeds: RankSpeeds,
-        *,
-        post_validation: bool,
     ) -> None:
-        self._store, self._steps, self._speeds = store, steps, speeds
-        self.links, self._post_validation = links, post_validation
+        self._store, self._options, self._speeds = store, options, speeds
+        self.links = links
         # Costs that the next schedule is made from. None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
         # Speeds of the ranks that it is made from. None: all are 1.
@@ -47,7 +45,7 @@ class ScheduleKeeper:
 
     @property
     def objective(self) -> Objective:
-        has_barrier = not self._post_validation or self._store.tied.apart
+        has_barrier = not self._options.post_validation or self._store.tied.apart
         return Objective.MAKESPAN if has_barrier else Objective.SPAN
 
     # -- the schedule ------------------------------------------------------------------------------
@@ -78,20 +76,19 @@ class ScheduleKeeper:
         return evaluate(replica.problem, Choice(replica.mesh, partition))
 
     def replica(self, layers: tuple[LayerCost, ...] | None, speeds: Speeds | None) -> Replica:
-        layout, steps = self._store.layout, self._steps
+        layout, options = self._store.layout, self._options
         first, links = self._store.frozen.first_trainable, tuple(self.links.items())
         profile = Profile(layers or (), (), first, links, microbatch=1)
-        work = Work(
-            self.objective, self._post_validation, steps.chunks, self._store.accumulation_groups
-        )
-        problem = Problem(profile, work, steps.memory_limit, speeds)
+        groups = self._store.accumulation_groups
+        work = Work(self.objective, options.post_validation, options.chunks, groups)
+        problem = Problem(profile, work, options.memory_limit, speeds)
         microbatches, replicas = layout.microbatches, layout.replicas
         return Replica(problem, problem.mesh(layout.ranks, microbatches, layout.schedule, replicas))
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
         """Returns costs before any are measured: bytes by shape, and equal times."""
         layout, frozen = self._store.layout, self._store.frozen
-        shapes = None if self._steps.shapes is None else self._steps.shapes(layout.replicas)
+        shapes = None if self._options.shapes is None else self._options.shapes(layout.replicas)
         if shapes is None:
             return None
         costs = recompute_as_workspace(shapes, layout.recomputed)
@@ -122,7 +119,7 @@ class ScheduleKeeper:
         """Takes note of another mesh, whose ranks hold other bytes than the measured ones."""
         self.links, self.known_speeds = links, None
         self._speeds.reset()
-        if self._steps.memory_limit is not None:
+        if self._options.memory_limit is not None:
             self.forget()
 
     def learn(self, layers: tuple[LayerCost, ...]) -> None:

@@ -285,7 +285,7 @@ class Layer:
             if pieces is not None:
                 return (self._forward_pieces(inputs, pieces),)
             # A layer may hand its weight on.
-            outputs = tuple([_requiring(y, False) for y in self._call(inputs, finish, False)])
+            outputs = tuple([_requiring(y, False) for y in self._call(inputs, finish, False)[0]])
             outputs = self._like_first(microbatch, inputs, outputs, graph=False)
         self.tape.products.clear()  # of a part that runs with gradients
         if not self.meter.output_bytes:
@@ -323,7 +323,7 @@ class Layer:
         [x] = [x for x in inputs if x.requires_grad]
         node = x.grad_fn
         self.writes.renew()
-        outputs = self._call(inputs, finish, True)
+        outputs, _ = self._call(inputs, finish, True)
         given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
         products = self.tape.take_products()
         if reaches(outputs, node):
@@ -417,24 +417,27 @@ class Layer:
         pairs = [_with_leaf(x) if frees else (x, x) for x in inputs]
         inputs = tuple([x for x, _ in pairs])
         leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
-        # A hook that the layer puts on an input is for the run in B alone.
-        run = (
-            partial(self._call, _without_hooks(inputs), finish, True)
-            if recompute
-            else partial(self._call_to_keep, inputs, finish)
-        )
+
+        def run() -> Tensors:
+            if recompute:  # a hook that the layer puts on an input is for the run in B alone
+                return self._call(_without_hooks(inputs), finish, True)[0]
+            return self._call_to_keep(inputs, finish)
 
         def again(inputs: Tensors) -> Tensors:
             """Runs F again. A run to compare with puts no hook on the inputs."""
             noted = self.tape.take_products()
             self.seed_forward(inputs[0].device, step, microbatch)
-            outputs = self._call(_without_hooks(inputs), finish, True)
+            outputs, _ = self._call(_without_hooks(inputs), finish, True)
             self.tape.products = noted
             return outputs
 
         # The first B shows whether it writes to buffers. Until then, their values are kept.
         keeps = recompute or self.writes.in_backward or first
-        outputs, buffers = self.writes.keep(run, again, inputs, first, keeps)
+        if keeps or measured is not None:
+            outputs, buffers = self.writes.keep(run, again, inputs, first, keeps)
+        else:
+            self.writes.renew()
+            outputs, buffers = self._call(inputs, finish, True)[0], {}
         given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
         products = self.tape.take_products()
 
@@ -461,7 +464,7 @@ class Layer:
     def _forward_pieces(self, inputs: Tensors, pieces: Cutter) -> Tensor:
         cut = list(pieces(inputs[0]))
         losses = [
-            self._call(piece_inputs(self.module, inputs, piece.tokens), piece.finish, False)[0]
+            self._call(piece_inputs(self.module, inputs, piece.tokens), piece.finish, False)[0][0]
             for piece in cut
         ]
         return mean_loss(losses, [piece.share for piece in cut])
@@ -480,7 +483,7 @@ class Layer:
                 hidden.grad = torch.empty_like(hidden)
             for piece in pieces(hidden):
                 given = piece_inputs(self.module, inputs, piece.tokens)
-                outputs = self._call(given, piece.finish, True)
+                outputs, _ = self._call(given, piece.finish, True)
                 losses.append(outputs[0].detach())
                 shares.append(piece.share)
                 part = Part(self.tape, self.parameters, self.tape.take_products())
@@ -499,14 +502,12 @@ class Layer:
             self.meter.note_forward(inputs, inputs, (loss,))
         return (loss,)
 
-    def _call(self, inputs: Tensors, finish: Finish | None, graph: bool) -> Tensors:
-        """Runs the module, with copies of its inputs if it writes to them."""
-        return self._called(inputs, finish, graph)[0]
+    def _call(self, inputs: Tensors, finish: Finish | None, graph: bool) -> tuple[Tensors, Tensors]:
+        """Runs the module, with copies of its inputs if it writes to them.
 
-    def _called(
-        self, inputs: Tensors, finish: Finish | None, graph: bool
-    ) -> tuple[Tensors, Tensors]:
-        """Returns the outputs, and the inputs that the module was given."""
+        Returns:
+            The outputs, and the inputs that the module was given.
+        """
         self.tape.hooks = self.meter.hooks
         originals = inputs if self.writes.to_inputs(graph) is None else None
         call = partial(self._outputs, finish=finish, originals=originals)
@@ -578,9 +579,9 @@ class Layer:
         """Runs F. Counts the bytes that autograd keeps for the largest microbatch."""
         meter = self.meter
         if not meter.is_largest(inputs):
-            return self._call(inputs, finish, True)
+            return self._call(inputs, finish, True)[0]
         with meter.kept() as kept:
-            outputs, given = self._called(inputs, finish, True)
+            outputs, given = self._call(inputs, finish, True)
             saved = {storage_of(tensor) for tensor in kept}
             meter.note_forward(inputs if self.recompute else kept, inputs, outputs)
         meter.frees_inputs = self.writes.to_inputs(graph=True) or any(

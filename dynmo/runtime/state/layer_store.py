@@ -42,13 +42,13 @@ from dynmo.runtime.layer.plain_state import set_scalars
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.reads import kept_aside, others_of
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
-from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
+from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.update import Update
 from dynmo.runtime.optim.zero import cut_state, whole_state
+from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.frozen_weights import Frozen
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
 from dynmo.runtime.state.migration import Arrival, Contents, fill
 
 if TYPE_CHECKING:
@@ -87,18 +87,15 @@ class LayerStore:
         model: Model,
         layout: Layout,
         clock: Clock,
-        options: LayerOptions,
-        optimizer: Settings,
-        sharing: ReplicaOptions,
+        options: EngineOptions,
         is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self.generation = world.generation
         self._clock = clock
         self._options = options
-        self._sharing = sharing
         self.pieces = token_pieces_of(options.head_tokens, model)
-        self.accumulation_groups = sharing.groups(world.replicas)
+        self.accumulation_groups = options.groups(world.replicas)
         own = (
             []
             if is_bare
@@ -112,17 +109,17 @@ class LayerStore:
                 f"the weights are float64, but precision = '{name}'; convert the model first "
                 "(model.float()), or leave out precision"
             )
-        self.groups = ParameterGroups(optimizer, model, self.modules, world.device)
+        self.groups = ParameterGroups(options.optimizer, model, self.modules, world.device)
         self.identity = identity_of(model, self.modules).with_code(self.groups.code)
         if not is_bare:
             _check_same(world, self.identity)
-        if sharing.zero:
+        if options.zero:
             self.groups.check_is_elementwise("zero = 1")
         if not is_bare:
             _check_same_groups(world, self.groups)
         # The groups that each replica holds, if replicas share them.
         self.spread = (
-            _shards(world, sharing.expert, self.modules)
+            _shards(world, options.expert, self.modules)
             if self.spreads_groups and not is_bare
             else None
         )
@@ -148,7 +145,7 @@ class LayerStore:
     @property
     def spreads_groups(self) -> bool:
         """Whether the replicas of a stage hold parts of its groups."""
-        return self._sharing.expert > 1
+        return self._options.expert > 1
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -247,7 +244,7 @@ class LayerStore:
         return kinds[index] not in kinds[index + 1 :]
 
     def _new_replicas(self) -> Replicas:
-        return Replicas(self.world, self.model.tied, bool(self._sharing.zero))
+        return Replicas(self.world, self.model.tied, bool(self._options.zero))
 
     def _drop(self, index: int) -> None:
         module = self.modules[index]
@@ -351,7 +348,7 @@ class LayerStore:
         if self.spread is not None:
             self.spread.renew(self.world)
         elif self.spreads_groups:
-            self.spread = _shards(self.world, self._sharing.expert, self.modules)
+            self.spread = _shards(self.world, self._options.expert, self.modules)
             for index, placement in (groups or {}).items():
                 self.spread.take_note(index, self.modules[index], placement)
         self.replicas = self._new_replicas()

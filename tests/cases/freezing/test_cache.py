@@ -23,11 +23,11 @@ from dynmo.models.model import from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.cases import Cases
-from dynmo.runtime.engine.options import UpdateOptions
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
 from dynmo.schedule.op import Kind
-from tests.runtime.alone import MICROBATCHES, around, pipeline, tokens
+from tests.runtime.alone import MICROBATCHES, advance, around, pipeline, tokens
 from tests.runtime.modules import Net, draw, layer_of
 
 WIDTH, ROWS = 6, 3
@@ -246,8 +246,7 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     ends = partial(nn.Embedding, 256, WIDTH), partial(nn.Linear, WIDTH, 256)
     factories = [ends[0], *[counting] * 3, ends[1]]
     engine = pipeline(
-        from_factories(list("abcde"), factories, 0, next_token_loss),
-        update=UpdateOptions(post_validation=True),
+        from_factories(list("abcde"), factories, 0, next_token_loss), post_validation=True
     )
     case = make(Freezing(schedule=[(1000, 1)], cache_bytes=cache_bytes), RunFacts(layers=5))
     cases = Cases([case], engine)
@@ -259,9 +258,9 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
         if step == 4:
             Actions(engine).unfreeze(range(1, 4))
         cases.take_samples([(step % 2, j) for j in range(MICROBATCHES)], MICROBATCHES)
-        engine.advance(step, *tokens(step % 2), lr=1e-2)
+        advance(engine, step, *tokens(step % 2), lr=1e-2)
         cases.take_samples([(9, j) for j in range(MICROBATCHES)], MICROBATCHES)
-        losses.append(engine.evaluate(*tokens(9), MICROBATCHES))
+        losses.append(engine.evaluate(StepBatch(*tokens(9)), MICROBATCHES))
     run = [getattr(module, "calls", 0) for module in engine.store.modules]
     assert isinstance(case, PrefixCase)
     return losses, run, (cases.skipped, 0 if case.cache is None else case.cache.bytes)
@@ -309,12 +308,12 @@ def test_a_load_drops_outputs_of_the_weights_before(tmp_path: Path) -> None:
         made.save(tmp_path)
         state = made.state_dict()
         made.load_state_dict({name: 2 * weight for name, weight in state.items()})
-        skipped = made.account().spared_forwards
+        skipped = made.measured.account().spared_forwards
         doubled = made.evaluate(*batch, samples=samples)
         assert doubled == made.evaluate(*batch)
         made.load(tmp_path)
         assert made.evaluate(*batch, samples=samples) == made.evaluate(*batch) != doubled
-        assert made.account().spared_forwards >= skipped > 0
+        assert made.measured.account().spared_forwards >= skipped > 0
 
 
 def test_a_failed_load_leaves_the_cases_as_they_were(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dynmo.cases.freezing.egeria import (
 )
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.events import ChangeEvent, StepEvent, read
+from dynmo.events import ChangeEvent, StepResult, read
 from dynmo.extend import RunFacts
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions
@@ -39,6 +39,7 @@ from tests.equality import RANDOM_MOVES, run, same
 from tests.equality import config as small_run
 from tests.pool import Pool
 from tests.runtime import alone
+from tests.runtime.alone import run_step
 
 # Freezes 4 layers at step 13 and 5 right after, and thaws when the rate has halved.
 OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5}
@@ -319,7 +320,7 @@ def test_resumed_run_equals_the_uninterrupted_run(pool: Pool, tmp_path: Path) ->
     third = run(pool, config(3), "train_in", folder=parts, resume=True)
     assert {r["weights_digest"] for r in third} == {expected[0]["weights_digest"]}
     events = [list(read(folder / "events.jsonl")) for folder in folders]
-    frozen = [[e.frozen for e in each if isinstance(e, StepEvent)] for each in events]
+    frozen = [[e.frozen for e in each if isinstance(e, StepResult)] for each in events]
     assert frozen[0] == frozen[1]
     assert len({*frozen[0]}) == 3
     changes = [[e.what for e in each if isinstance(e, ChangeEvent)] for each in events]
@@ -330,19 +331,19 @@ def test_thawed_layers_keep_their_optimizer_state() -> None:
     pipeline = alone.gpt()
     context = CaseContext(pipeline)
     for step in range(3):
-        pipeline.step(step, *alone.tokens(step), lr=1e-2)
+        run_step(pipeline, step, *alone.tokens(step), lr=1e-2)
     before = {name: t.clone() for name, t in context.moments(1).items()}
     weights = [p.detach().clone() for p in pipeline.store.modules[1].parameters()]
     assert float(before["qkv.weight/step"]) == 3
     context.kept(1)["mine"] = torch.arange(3)
     Actions(pipeline).freeze([0, 1])
-    pipeline.step(3, *alone.tokens(3), lr=1e-2)
+    run_step(pipeline, 3, *alone.tokens(3), lr=1e-2)
     Actions(pipeline).unfreeze([0, 1])
     assert all(torch.equal(t, before[name]) for name, t in context.moments(1).items())
     now = pipeline.store.modules[1].parameters()
     assert all(torch.equal(a, b) for a, b in zip(now, weights, strict=True))
     assert context.kept(1)["mine"].tolist() == [0, 1, 2]
-    pipeline.step(4, *alone.tokens(4), lr=1e-2)
+    run_step(pipeline, 4, *alone.tokens(4), lr=1e-2)
     assert float(context.moments(1)["qkv.weight/step"]) == 4
     context.rebuild(1, {name: 2 * t for name, t in context.moments(1).items()})
     assert float(context.moments(1)["qkv.weight/step"]) == 8

@@ -26,13 +26,14 @@ from dynmo.kernels.packed_weight import unpacked
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Layers
 from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.options import grouped
 from dynmo.pipeline.saving import restore_layer, saved_layers
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.layer_options import LayerOptions
 from dynmo.runtime.state.migration import contents
 from dynmo.train.setup import model_of
 from tests.cases.kept import Alone, Kept, cases_of
 from tests.runtime import alone
+from tests.runtime.alone import run_step
 
 # -- when ------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ def train(pipeline: Any, pruning: PruningCase, steps: int, first: int = 0) -> li
         done.append(change)
         if change is not None:
             Actions(pipeline).on_workload_change(change.layers)
-        pipeline.step(step, *alone.tokens(step), lr=1e-2, max_norm=1.0)
+        run_step(pipeline, step, *alone.tokens(step), lr=1e-2, max_norm=1.0)
     return done
 
 
@@ -238,13 +239,13 @@ def test_both_forms_train_like_a_masked_dense_model(dense_below: float) -> None:
                     linear.weight.data.mul_(mask)
                     for key in ("exp_avg", "exp_avg_sq"):
                         moments[f"{name}.weight/{key}"].mul_(mask)
-        outcome = plain.forward_backward(step, *alone.tokens(step))
+        outcome = alone.run_half(plain, step, *alone.tokens(step))
         for (index, name), mask in masks.items():
             weight = plain.store.modules[index].get_submodule(name).weight
             assert isinstance(weight, nn.Parameter)
             assert weight.grad is not None
             weight.grad.mul_(mask)
-        plain.update(step, outcome, lr=1e-2, max_norm=1.0)
+        alone.end_step(plain, step, outcome, lr=1e-2, max_norm=1.0)
     for index in range(6):
         theirs = dict(linears(plain.store.modules[index]))
         for name, linear in linears(pipeline.store.modules[index]):
@@ -316,8 +317,8 @@ def test_model_without_prunable_weights_is_refused() -> None:
 def test_low_precision_has_masters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1, replicas must gather the state of a layer, which takes time."""
     model = model_of(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
-    pipeline = alone.pipeline(model, layers=LayerOptions(dtype=dtype))
-    pipeline.step(0, *alone.tokens(0), lr=0.1)
+    pipeline = alone.pipeline(model, dtype=dtype)
+    run_step(pipeline, 0, *alone.tokens(0), lr=0.1)
     asked, context = list[int](), CaseContext(pipeline)
     whole = context.moments
 
@@ -351,7 +352,7 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
             restore_layer(other, index, tensors)
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):
-            each.step(3, *alone.tokens(3), lr=1e-2)
+            run_step(each, 3, *alone.tokens(3), lr=1e-2)
         assert other.digest() == pipeline.digest()
 
 
@@ -363,4 +364,6 @@ def test_optimizer_must_work_element_by_element() -> None:
         dynmo.init(device="cpu") as world,
         pytest.raises(ConfigError, match=r"dynamism\.pruning: Adafactor does not work element"),
     ):
-        dynmo.Pipeline(model, world, optimizer=partial(torch.optim.Adafactor, lr=0.05), **options)
+        dynmo.Pipeline(
+            model, world, optimizer=partial(torch.optim.Adafactor, lr=0.05), **grouped(options)
+        )

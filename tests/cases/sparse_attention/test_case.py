@@ -20,7 +20,7 @@ from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
-from dynmo.events import ChangeEvent, StepEvent, read
+from dynmo.events import ChangeEvent, StepResult, read
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change
 from dynmo.train.setup import model_of
@@ -242,7 +242,7 @@ def test_resumed_run_has_the_same_numbers(pool: Pool, tmp_path: Path, kind: str)
     ended = resumed(pool, tmp_path, *parts, stop_after=2)[0]
     assert ended["weights_digest"] == reference(pool, kind)["digest"]
     events = list(read(tmp_path / "events.jsonl"))
-    losses = {e.step: e.loss for e in events if isinstance(e, StepEvent)}
+    losses = {e.step: e.loss for e in events if isinstance(e, StepResult)}
     assert losses == dict(enumerate(reference(pool, kind)["losses"]))
     told = [e.step for e in events if isinstance(e, ChangeEvent) and e.case == "sparse_attention"]
     assert told == {"hash": [2, 4], "drop": [1]}[kind], "each change is told once"

@@ -11,6 +11,7 @@ from peft import LoraConfig
 import dynmo
 from dynmo.huggingface import save_pretrained
 from dynmo.models.huggingface.model import HuggingFaceModel, from_pretrained
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.small import make_batch, steps_of
 from tests.models.huggingface.tiny import config
@@ -35,7 +36,7 @@ def model_of(folder: str | None = None, dropout: float = 0.0, **options: Any) ->
 
 def pipeline_of(model: HuggingFaceModel, world: Meeting, **options: Any) -> dynmo.Pipeline:
     options |= {"optimizer": adamw, "max_grad_norm": 1e9}
-    return dynmo.Pipeline(model, world, microbatches=4, **options)
+    return dynmo.Pipeline(model, world, microbatches=4, **grouped(options))
 
 
 def train(

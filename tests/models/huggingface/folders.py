@@ -164,7 +164,7 @@ def told(name: str, folder: Path) -> Told:
         pipeline = dynmo.Pipeline(model, world, microbatches=1, schedule="1f1b")
         for _ in range(2):
             pipeline.step({"input_ids": ids, "labels": ids})
-        _, logits = pipeline.evaluate({"input_ids": ids}, outputs=True)
+        logits = pipeline.evaluate({"input_ids": ids}, outputs=True).outputs
         save_pretrained(pipeline, out)
         check_files(folder, out, model.weights.beside)
         plain = loaded(AutoModelForCausalLM, out)

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting as RankWorld
 from tests.models.huggingface.saved_models import folder_of
 from tests.models.huggingface.small import make_batch, steps_of
@@ -229,7 +230,11 @@ def _told(trial: Trial) -> Told:
         return Told(str(error))
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(
-            model, world, microbatches=PARTS, optimizer=sgd, max_grad_norm=1e9
+            model,
+            world,
+            microbatches=PARTS,
+            optimizer=sgd,
+            training=dynmo.Training(max_grad_norm=1e9),
         )
         state = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
         plain = _peft(trial, 1)
@@ -310,6 +315,10 @@ def train(
         warnings.simplefilter("ignore")
         model = from_pretrained(base, lora=trial.config())
         pipeline = dynmo.Pipeline(
-            model, world, microbatches=4, optimizer=sgd, max_grad_norm=1e9, **options
+            model,
+            world,
+            microbatches=4,
+            optimizer=sgd,
+            **grouped({"max_grad_norm": 1e9, **options}),
         )
         return steps_of(pipeline, 3, False, None if move is None else tuple(move))

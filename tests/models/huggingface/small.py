@@ -10,6 +10,7 @@ from torch import Tensor
 import dynmo
 from dynmo.models.huggingface.frame import Frame
 from dynmo.models.huggingface.shells import Shell
+from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.tiny import VOCABULARY, model_of
 
@@ -57,5 +58,5 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     model = model_of(kind, **(config or {}))
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, **options)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, **grouped(options))
     return steps_of(pipeline, 3, padded, move)

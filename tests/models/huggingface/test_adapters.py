@@ -46,7 +46,13 @@ def test_adapters_have_the_bits_of_peft_in_one_process() -> None:
                 total += loss.item()
             optimizer.step()
             losses.append(total)
-        pipeline = dynmo.Pipeline(model, world, microbatches=4, optimizer=adamw, max_grad_norm=1e9)
+        pipeline = dynmo.Pipeline(
+            model,
+            world,
+            microbatches=4,
+            optimizer=adamw,
+            training=dynmo.Training(max_grad_norm=1e9),
+        )
         found = [pipeline.step(make_batch(step, padded=False)).loss for step in range(STEPS)]
         weights = pipeline.state_dict()
     assert found == losses
@@ -65,7 +71,7 @@ def test_layers_below_the_first_adapter_keep_nothing() -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(model_of(), world, microbatches=4)
         pipeline.step(make_batch(0, padded=False))
-        costs = pipeline.costs()
+        costs = pipeline.measured.costs()
     # Embedding and the two halves of block 0.
     for cost in costs[:3]:
         assert (cost.gradient_bytes, cost.optimizer_bytes, cost.b, cost.w) == (0, 0, 0, 0)
@@ -83,7 +89,7 @@ def test_microbatches_that_come_again_skip_the_frozen_layers() -> None:
             batch = make_batch(0, padded=False)
             losses = [pipeline.step(batch, samples=samples).loss for _ in range(3)]
             found.append((losses[-1], pipeline.digest()))
-            assert pipeline.account().spared_forwards == (24 if cache_bytes else 0)
+            assert pipeline.measured.account().spared_forwards == (24 if cache_bytes else 0)
     assert found[0] == found[1]
 
 
@@ -93,7 +99,7 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(model, world, microbatches=4, precision="bfloat16")
         pipeline.step(make_batch(0, padded=False))
-        for module in pipeline.modules.values():
+        for module in pipeline.mesh.modules.values():
             for name, parameter in module.named_parameters():
                 low = not (is_kept and is_adapter(name))
                 assert parameter.dtype == (torch.bfloat16 if low else torch.float32), name

@@ -259,5 +259,5 @@ def memory(world: dynmo.World, folder: str) -> dict[str, Any]:
         end.set()
         thread.join()
     after = private_bytes()
-    own = sum(x.nbytes for layer in pipeline.modules.values() for x in layer.parameters())
+    own = sum(x.nbytes for layer in pipeline.mesh.modules.values() for x in layer.parameters())
     return {"after": after - before, "peak": seen[0] - before, "own": own}

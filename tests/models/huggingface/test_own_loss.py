@@ -51,7 +51,7 @@ def test_loss_counts_as_in_one_piece(loss: Any) -> None:
         result = pipeline.step(batch)
         assert result.loss == pytest.approx(plain_loss(loss, batch), rel=1e-6)
         with pytest.raises(ConfigError, match="loss"):
-            dynmo.Pipeline(model, world, microbatches=4, head_tokens=2)
+            dynmo.Pipeline(model, world, microbatches=4, training=dynmo.Training(head_tokens=2))
 
 
 def test_router_loss_is_added() -> None:

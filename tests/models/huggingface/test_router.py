@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
-from dynmo.events import Event, StepEvent
+from dynmo.events import Event, StepResult
 from dynmo.metrics import numbers_of
 from dynmo.models.huggingface.router import router_loss_of
 from tests.combinations import mostly_matrix
@@ -68,7 +68,11 @@ def test_step_tells_what_routers_add(head_tokens: int | None) -> None:
     plain = AutoModelForCausalLM.from_config(config("mixtral", **ROUTER))
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(
-            model, world, microbatches=3, head_tokens=head_tokens, listen=events.append
+            model,
+            world,
+            microbatches=3,
+            training=dynmo.Training(head_tokens=head_tokens),
+            log=dynmo.Log(listen=events.append),
         )
         plain.load_state_dict(pipeline.state_dict())
         told = pipeline.step(batch).router_loss
@@ -78,7 +82,7 @@ def test_step_tells_what_routers_add(head_tokens: int | None) -> None:
     mean = plain.config.router_aux_loss_coef * (wanted * counts).sum() / counts.sum()
     assert len(set(counts.tolist())) > 1
     assert told == pytest.approx(float(mean), rel=1e-5)
-    [event] = [each for each in events if isinstance(each, StepEvent)]
+    [event] = [each for each in events if isinstance(each, StepResult)]
     assert dict(numbers_of(event))["step/router_loss"] == told
 
 

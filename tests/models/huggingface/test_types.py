@@ -13,7 +13,7 @@ import dynmo
 from docs.tools.families import PAGE
 from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.models.huggingface.shells import Shell
-from dynmo.pipeline.options import Precision
+from dynmo.pipeline.options import Precision, grouped
 from dynmo.pipeline.shape_costs import shape_costs
 from tests.combinations import mostly_matrix
 from tests.huggingface.test_export import weights
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers' own 
 def types_of(pipeline: dynmo.Pipeline) -> dict[str, torch.dtype]:
     """Returns the type of each parameter and buffer, those of no layer too."""
     found = dict[str, torch.dtype]()
-    for layer in pipeline.modules.values():
+    for layer in pipeline.mesh.modules.values():
         assert isinstance(layer, Shell)
         for path, module in ((("", layer)), *layer.frame.shared.items()):
             named = (*module.named_parameters(path), *module.named_buffers(path))
@@ -76,7 +76,7 @@ def test_types_and_logits_are_those_of_transformers(
         logits = torch.cat([plain(input_ids=ids, use_cache=False).logits for ids in IDS.chunk(2)])
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(model, world, microbatches=2, precision=precision)
-        _, found = pipeline.evaluate({"input_ids": IDS}, outputs=True)
+        found = pipeline.evaluate({"input_ids": IDS}, outputs=True).outputs
         types = types_of(pipeline)
         assert types == {each: wanted[each] for each in types}
         assert isinstance(found, torch.Tensor)
@@ -121,15 +121,15 @@ def test_checkpoints_exports_and_costs_know_the_types(tmp_path: Path) -> None:
         "optimizer": dynmo.SGD(lr=0.1, momentum=0.9),
     }
     with dynmo.init(device="cpu") as world:
-        pipeline = dynmo.Pipeline(model, world, **options)
+        pipeline = dynmo.Pipeline(model, world, **grouped(options))
         for _ in range(2):
             pipeline.step(batch)
-        costs = (shape_costs(pipeline.options, model), pipeline.costs())
+        costs = (shape_costs(pipeline.options, model), pipeline.measured.costs())
         for key in (f"{of}_bytes" for of in BYTES):
             assert [getattr(c, key) for c in costs[0]] == [getattr(c, key) for c in costs[1]], key
         pipeline.save(tmp_path)
         types, digest = types_of(pipeline), pipeline.digest()
-        again = dynmo.Pipeline(model, world, resume=tmp_path, **options)
+        again = dynmo.Pipeline(model, world, resume=tmp_path, **grouped(options))
         assert types_of(again) == types
         assert again.digest() == digest
         assert again.step(batch).loss == pipeline.step(batch).loss

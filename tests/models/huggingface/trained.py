@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import dynmo
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.models.loss import joined
+from dynmo.pipeline.options import grouped
 from tests.models.huggingface.tiny import VOCABULARY, config
 
 ROWS, TOKENS, MICROBATCHES, STEPS = 12, 7, 4, 3
@@ -60,7 +61,7 @@ def train(world: dynmo.World, family: str, folder: str) -> list[list[float]]:
     for schedule in SCHEDULES:
         given: Any = {"schedule": schedule, "microbatches": MICROBATCHES, "max_grad_norm": 0}
         adamw = dynmo.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        pipeline = dynmo.Pipeline(model, world, optimizer=adamw, **given)
+        pipeline = dynmo.Pipeline(model, world, optimizer=adamw, **grouped(given))
         losses.append([pipeline.step(make_batch(step)).loss for step in range(STEPS)])
         state = pipeline.state_dict()
         if world.rank == 0:

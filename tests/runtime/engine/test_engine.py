@@ -20,9 +20,9 @@ from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import maxima
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
-from dynmo.runtime.state.layer_options import LayerOptions, ReplicaOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
 from tests.runtime.alone import (
     MICROBATCHES,
@@ -32,6 +32,8 @@ from tests.runtime.alone import (
     gpt,
     ids,
     pipeline,
+    run_half,
+    run_step,
     tokens,
 )
 from tests.runtime.fake_time import emulated_time
@@ -67,7 +69,7 @@ def test_step_equals_a_plain_backward_and_update() -> None:
         plain += loss.item()
     gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in layers]
     norms = [math.fsum(float(g.double().square().sum()) for g in of) for of in gradients]
-    result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
+    result = run_step(pipeline, 0, inputs, targets, lr=0.1, flag=True)
     assert result.loss == pytest.approx(plain, rel=1e-6)
     assert result.squared_norms == pytest.approx(norms, rel=1e-5)
     assert result.norm == pytest.approx(math.sqrt(sum(norms)), rel=1e-5)
@@ -83,10 +85,10 @@ def test_wrong_number_of_microbatches_is_refused() -> None:
     pipeline, (inputs, targets) = gpt(), tokens(0)
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
         with pytest.raises(InputError, match=r"\d microbatches, shape \[\d, 2, 8\]"):
-            pipeline.step(0, *given, lr=0.1)
+            run_step(pipeline, 0, *given, lr=0.1)
         with pytest.raises(InputError, match="where 3 are expected"):
-            pipeline.evaluate(*given, 3)
-    pipeline.step(0, inputs, targets, lr=0.1)
+            pipeline.evaluate(StepBatch(*given), 3)
+    run_step(pipeline, 0, inputs, targets, lr=0.1)
 
 
 def test_non_contiguous_weight_trains_with_the_same_bits() -> None:
@@ -105,9 +107,9 @@ def test_non_contiguous_weight_trains_with_the_same_bits() -> None:
     for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
         digests = set[str]()
         for turned in (False, True):
-            linear = pipeline(model(turned), layers=LayerOptions(dtype=dtype))
+            linear = pipeline(model(turned), dtype=dtype)
             for step in range(3):
-                linear.step(step, *tokens(step), lr=0.1)
+                run_step(linear, step, *tokens(step), lr=0.1)
             digests.add(linear.digest())
         assert len(digests) == 1
 
@@ -133,10 +135,9 @@ def test_weight_used_twice_in_a_layer_has_the_whole_gradient(dtype: torch.dtype)
     states: dict[tuple[str, int], dict[str, Tensor]] = {}
     for schedule, groups in product(("1f1b", "zb-h2", "zb-v"), (1, 2)):
         partition = Partition((2, 2) if schedule == "zb-v" else (4,))
-        steps, layers = StepOptions(schedule, microbatches=4), LayerOptions(dtype=dtype)
-        replicas = ReplicaOptions(accumulation_groups=groups)
-        pipeline = Engine(alone(), model, partition, steps, layers=layers, replicas=replicas)
-        pipeline.forward_backward(0, inputs, targets)
+        options = EngineOptions(schedule, 4, dtype=dtype, accumulation_groups=groups)
+        pipeline = Engine(alone(), model, partition, options)
+        run_half(pipeline, 0, inputs, targets)
         modules = {str(i): module for i, (module, _) in pipeline.store.own.items()}
         gradients = gradients_of(nn.ModuleDict(modules))
         states[schedule, groups] = {n: g.clone() for n, g in gradients.items() if g is not None}
@@ -191,9 +192,9 @@ def test_non_contiguous_gradient_gives_the_same_bits(
     for columns in (True, False):
         monkeypatch.setattr(_Turn, "columns", columns)
         model = around(partial(Turned, 8, 8, bias=False))
-        engine = pipeline(model, update=UpdateOptions(optimizer=settings(optimizer)))
+        engine = pipeline(model, optimizer=settings(optimizer))
         for step in range(3):
-            engine.step(step, *tokens(step), lr=0.1)
+            run_step(engine, step, *tokens(step), lr=0.1)
         digests.add(engine.digest())
     assert len(digests) == 1
 
@@ -207,8 +208,8 @@ def test_layers_that_share_a_module_are_refused() -> None:
 def test_evaluation_works_under_no_grad() -> None:
     pipeline, batch = gpt(), tokens(0)
     with torch.no_grad():
-        loss = pipeline.evaluate(*batch, MICROBATCHES)
-    assert loss == pipeline.evaluate(*batch, MICROBATCHES)
+        loss = pipeline.evaluate(StepBatch(*batch), MICROBATCHES)
+    assert loss == pipeline.evaluate(StepBatch(*batch), MICROBATCHES)
 
 
 def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
@@ -225,7 +226,7 @@ def test_tied_embedding_has_the_sum_of_both_gradients() -> None:
             (cross_entropy(layers(x), y) / MICROBATCHES).backward()
         expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
         adamw.step()
-        result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
+        result = run_step(pipeline, step, inputs, targets, lr=0.01, max_norm=0.5)
         assert result.norm == pytest.approx(expected, rel=1e-5)
     first = pipeline.store.own[0][0].get_parameter("tokens.weight")
     assert torch.equal(first, pipeline.store.own[5][0].get_parameter("logits.weight"))
@@ -241,7 +242,7 @@ def test_tied_weight_frozen_by_its_owner_never_trains() -> None:
     factories = [fixed, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 256, bias=False)]
     tied = [((0, "weight"), (2, "weight"))]
     pipe = pipeline(from_factories(list("abc"), factories, 0, next_token_loss, tied=tied))
-    norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
+    norms = {run_step(pipe, step, *tokens(0), lr=0.0).norm for step in range(3)}
     assert len(norms) == 1
     assert not pipe.store.own[2][0].get_parameter("weight").requires_grad
 
@@ -250,12 +251,12 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     pipeline = gpt(tied=True)
     Actions(pipeline).freeze([0])
     before = weights(pipeline)
-    pipeline.step(0, *tokens(0), lr=0.1)
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
     assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
     head = pipeline.store.own[5][0].get_parameter("logits.weight")
     assert torch.equal(head, before[0][0])
     Actions(pipeline).unfreeze([0])
-    pipeline.step(1, *tokens(1), lr=0.1)
+    run_step(pipeline, 1, *tokens(1), lr=0.1)
     assert not torch.equal(head, before[0][0])
     assert torch.equal(head, pipeline.store.own[0][0].get_parameter("tokens.weight"))
 
@@ -266,24 +267,24 @@ def test_frozen_layers_do_not_change() -> None:
     Actions(pipeline).freeze([0, 1, 3])
     assert pipeline.store.frozen.layers == {0, 1, 3}
     assert pipeline.store.frozen.first_trainable == 2
-    result = pipeline.step(0, *tokens(0), lr=0.1)
+    result = run_step(pipeline, 0, *tokens(0), lr=0.1)
     assert changed(pipeline, before) == [2, 4, 5]
     assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
     Actions(pipeline).unfreeze([1, 3])
-    pipeline.step(1, *tokens(1), lr=0.1)
+    run_step(pipeline, 1, *tokens(1), lr=0.1)
     assert changed(pipeline, before) == [1, 2, 3, 4, 5]
     assert pipeline.store.frozen.first_trainable == 1
 
 
 def test_a_frozen_layer_keeps_its_moments() -> None:
     pipeline = gpt()
-    pipeline.step(0, *tokens(0), lr=0.1)
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
     kept = {k: v.clone() for k, v in pipeline.store.own[1][1].state().items()}
     Actions(pipeline).freeze([0, 1])
-    pipeline.step(1, *tokens(1), lr=0.1)
+    run_step(pipeline, 1, *tokens(1), lr=0.1)
     assert_same(kept, pipeline.store.own[1][1].state())
     Actions(pipeline).unfreeze([0, 1])
-    pipeline.step(2, *tokens(2), lr=0.1)
+    run_step(pipeline, 2, *tokens(2), lr=0.1)
     assert pipeline.store.own[1][1].state()["qkv.weight/step"] == 2
 
 
@@ -293,7 +294,7 @@ def test_freezing_all_layers_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\]"):
         Actions(pipeline).freeze([5, 3, 4])
     assert pipeline.store.frozen.layers == {0, 1, 2}
-    pipeline.step(0, *tokens(0), lr=0.1)
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -304,26 +305,14 @@ def test_non_finite_loss_updates_no_weight(bad: float) -> None:
     kept = weight[0, 0].item()
     weight[0, 0] = bad
     with pytest.raises(RunError, match="step 0: loss"):
-        pipeline.step(0, *tokens(0), lr=0.1)
+        run_step(pipeline, 0, *tokens(0), lr=0.1)
     weight[0, 0] = kept
     assert pipeline.digest() == twin.digest()
     for step in (1, 2):
         assert (
-            pipeline.step(step, *tokens(step), lr=0.1).loss
-            == twin.step(step, *tokens(step), lr=0.1).loss
+            run_step(pipeline, step, *tokens(step), lr=0.1).loss
+            == run_step(twin, step, *tokens(step), lr=0.1).loss
         )
-    assert pipeline.digest() == twin.digest()
-
-
-def test_forward_backward_and_update_equal_a_step() -> None:
-    """`discard` drops the gradients."""
-    pipeline, twin = gpt(tied=True), gpt(tied=True)
-    pipeline.forward_backward(0, *tokens(7))
-    pipeline.discard()
-    assert pipeline.digest() == twin.digest()
-    step_output = pipeline.forward_backward(0, *tokens(0))
-    result = pipeline.update(0, step_output, lr=0.1)
-    assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
     assert pipeline.digest() == twin.digest()
 
 
@@ -334,12 +323,13 @@ def test_evaluation_is_the_mean_loss_and_leaves_no_trace() -> None:
     layers = nn.Sequential(*pipeline.model.build(range(pipeline.model.layers))).eval()
     losses = [cross_entropy(layers(x), y).item() for x, y in zip(inputs, targets, strict=True)]
     mean = pytest.approx(sum(losses) / MICROBATCHES, rel=1e-6)
-    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == mean
-    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(losses[0], rel=1e-6)
+    assert pipeline.evaluate(StepBatch(inputs, targets), MICROBATCHES) == mean
+    first = StepBatch(inputs[:1], targets[:1])
+    assert pipeline.evaluate(first, 1) == pytest.approx(losses[0], rel=1e-6)
     for step in range(2):
-        pipeline.step(step, *tokens(step), lr=0.1)
-        pipeline.evaluate(inputs, targets, MICROBATCHES)
-        twin.step(step, *tokens(step), lr=0.1)
+        run_step(pipeline, step, *tokens(step), lr=0.1)
+        pipeline.evaluate(StepBatch(inputs, targets), MICROBATCHES)
+        run_step(twin, step, *tokens(step), lr=0.1)
     assert pipeline.digest() == twin.digest()
 
 
@@ -347,10 +337,10 @@ def test_reshape_drops_costs_of_newly_recomputed_layers() -> None:
     """The pipeline chooses the recomputed layers again after a reshape."""
     recomputed: set[int] = set()
     model = make_layers([1] * 3, [1] * 3, [1] * 3, size=8)
-    steps = StepOptions("zb-h1", MICROBATCHES, recompute=lambda *_: frozenset(recomputed))
+    steps = EngineOptions("zb-h1", MICROBATCHES, recompute=lambda *_: frozenset(recomputed))
     pipeline = Engine(alone(), model, Partition((3,)), steps)
     with emulated_time():
-        pipeline.step(0, ids(), ids(), lr=0.0)
+        run_step(pipeline, 0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in pipeline.costs())
     recomputed.add(1)
     Actions(pipeline).reshape(pipeline=1, data=1)
@@ -376,15 +366,17 @@ def test_placements_of_another_size_are_refused() -> None:
         with pytest.raises(PartitionError, match="a placement of"):
             Actions(pipeline).move(Partition(counts))
         with pytest.raises(PartitionError, match="a placement of"):
-            Engine(alone(), pipeline.model, Partition(counts), StepOptions("1f1b", microbatches=2))
-    pipeline.step(0, *tokens(0), lr=0.1)
+            Engine(
+                alone(), pipeline.model, Partition(counts), EngineOptions("1f1b", microbatches=2)
+            )
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
 
 
 def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     """The simulator runs on measured costs. One rank does all the work."""
     pipeline = emulated(f=[1] * 3, b=[2] * 3, w=[1] * 3)
     with emulated_time():
-        pipeline.step(0, ids(), ids(), lr=0.0)
+        run_step(pipeline, 0, ids(), ids(), lr=0.0)
     plan = pipeline.schedule_keeper.plan(Partition((3,)), pipeline.costs())
     assert plan.timeline.makespan == pytest.approx(MICROBATCHES * 12)
     assert maxima(pipeline.store.world, (2.5,))[0] == 2.5

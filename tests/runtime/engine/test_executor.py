@@ -16,6 +16,7 @@ from dynmo.kernels.seeds import mix
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.accumulation import AccumulationGroups
@@ -83,7 +84,7 @@ def execute(
     gradients: dict[str, list[str | None]] = {}
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
-        step_output = executor.run(step, inputs, inputs.flip(0))
+        step_output = executor.run(step, StepBatch(inputs, inputs.flip(0)))
         # Else a loss keeps its graph, and what that has not saved.
         assert not any(loss.requires_grad for loss in step_output.losses)
         if step_output.losses:

@@ -20,16 +20,17 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.optim.loss_scale import LossScaler
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
-from tests.runtime.alone import pipeline, tokens
+from tests.runtime.alone import advance, end_step, pipeline, run_half, run_step, tokens
 from tests.runtime.jobs import error_of
 from tests.runtime.optimizers import settings
 from tests.runtime.state.test_migration import any_partition
@@ -63,12 +64,12 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[..., :-1], tokens[..., 1:]
 
 
-def _made(world: Meeting, schedule: str, kind: str, update: UpdateOptions) -> Engine:
+def _made(world: Meeting, schedule: str, kind: str, **options: Any) -> Engine:
     """Makes a pipeline with a loss scale, so that an overflow skips its step."""
     gpt = GPT | {"dropout": 0.1}
     model = model_of(parse({"model": gpt if kind == "gpt" else {"kind": f"python:{kind}"}}))
     places = uniform(model.layers, len(stage_ranks_of(schedule, world.size)))
-    pipeline = Engine(world, model, places, StepOptions(schedule, MICROBATCHES), update)
+    pipeline = Engine(world, model, places, EngineOptions(schedule, MICROBATCHES, **options))
     pipeline.optimizer_step.scaler = LossScaler(2.0**16, window=1 << 30)
     return pipeline
 
@@ -83,7 +84,7 @@ def validated(
     **update: Any,
 ) -> dict[str, Any]:
     """Some steps with spoiled gradients. With `changes`, layers freeze and move in between."""
-    pipeline = _made(world, schedule, kind, UpdateOptions(**update))
+    pipeline = _made(world, schedule, kind, **update)
     layers, stages = pipeline.model.layers, len(pipeline.store.layout.stage_ranks)
     now = [0]
     _spoiled(pipeline, faults, now)
@@ -98,9 +99,9 @@ def validated(
             seen.append(pipeline.digest())
         now[0] = step
         batch = _batch(step)
-        results += pipeline.advance(step, *batch, lr=0.01, max_norm=limit)
+        results += advance(pipeline, step, *batch, lr=0.01, max_norm=limit)
         if changes and step % 3 == 1:
-            seen.append(pipeline.evaluate(*batch, MICROBATCHES))
+            seen.append(pipeline.evaluate(StepBatch(*batch), MICROBATCHES))
     results += pipeline.drain()
     failed = pipeline.optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
     return {
@@ -120,10 +121,9 @@ def validated(
 
 def validated_raises(world: Meeting, schedule: str, fault: str) -> dict[str, Any]:
     """A step that ends the run, after others. Then it runs again, without the fault."""
-    update, steps = UpdateOptions(post_validation=True), StepOptions(schedule, MICROBATCHES)
-    pipeline = Engine(
-        world, model_of(parse({"model": GPT})), uniform(LAYERS, world.size), steps, update
-    )
+    options = EngineOptions(schedule, MICROBATCHES, post_validation=True)
+    model = model_of(parse({"model": GPT}))
+    pipeline = Engine(world, model, uniform(LAYERS, world.size), options)
     now = [0]
     _spoiled(pipeline, [[2, 7, "inf"]] if fault == "overflow" else [], now)
     digests: list[str] = []
@@ -133,7 +133,7 @@ def validated_raises(world: Meeting, schedule: str, fault: str) -> dict[str, Any
             digests.append(pipeline.digest())
         differs = fault == "batch" and not said and now[0] == 2 and world.rank == 2
         batch = [x.roll(1) if differs else x for x in _batch(0)]
-        caught = error_of(lambda batch=batch: pipeline.advance(now[0], *batch, lr=0.01))
+        caught = error_of(lambda batch=batch: advance(pipeline, now[0], *batch, lr=0.01))
         if caught:
             said = caught
             digests.append(pipeline.digest())
@@ -235,13 +235,13 @@ def test_in_place_rollback_is_close_to_a_barrier(pool: Pool) -> None:
 def own_pipeline(kind: str = "gpt", **update: Any) -> Engine:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
     model = model_of(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
-    return pipeline(model, update=UpdateOptions(**update))
+    return pipeline(model, **update)
 
 
 def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepRecord]:
     results: list[StepRecord] = []
     for step in range(steps):
-        results += pipeline.advance(step, *tokens(step, 4), lr=0.003, max_norm=max_norm)
+        results += advance(pipeline, step, *tokens(step, 4), lr=0.003, max_norm=max_norm)
     return [*results, *pipeline.drain()]
 
 
@@ -290,13 +290,16 @@ def test_results_arrive_one_step_late() -> None:
     late, early = own_pipeline(post_validation=True), own_pipeline()
     got: list[list[int]] = []
     for step in range(3):
-        got.append([r.step for r in late.advance(step, *tokens(step, 4), lr=0.1)])
-        assert [r.step for r in early.advance(step, *tokens(step, 4), lr=0.1)] == [step]
+        got.append([r.step for r in advance(late, step, *tokens(step, 4), lr=0.1)])
+        assert [r.step for r in advance(early, step, *tokens(step, 4), lr=0.1)] == [step]
     assert got == [[], [0], [1]]
     assert late.digest() == early.digest(), "who looks waits"
     assert [r.step for r in late.drain()] == [2]
     assert late.drain() == early.drain() == ()
-    assert late.step(3, *tokens(3, 4), lr=0.1).loss == early.step(3, *tokens(3, 4), lr=0.1).loss
+    assert (
+        run_step(late, 3, *tokens(3, 4), lr=0.1).loss
+        == run_step(early, 3, *tokens(3, 4), lr=0.1).loss
+    )
     assert late.digest() == early.digest()
 
 
@@ -317,10 +320,10 @@ def test_non_finite_loss_raises_one_step_late() -> None:
     kept = weight[0, 0].item()
     for drains in (False, True):
         weight[0, 0] = math.inf
-        assert one.advance(2, *tokens(2, 4), lr=0.1) == ()
+        assert advance(one, 2, *tokens(2, 4), lr=0.1) == ()
         weight[0, 0] = kept
         with pytest.raises(RunError, match="step 2: loss"):
-            one.drain() if drains else one.advance(3, *tokens(3, 4), lr=0.1)
+            one.drain() if drains else advance(one, 3, *tokens(3, 4), lr=0.1)
         assert one.digest() == twin.digest()
     assert [r.loss for r in trained(one, 3, 0.0)] == [r.loss for r in trained(twin, 3, 0.0)]
     assert one.digest() == twin.digest()
@@ -341,7 +344,7 @@ def test_every_rank_raises_and_nothing_is_updated(pool: Pool, fault: str, said: 
 def test_unannounced_case_access_is_refused() -> None:
     """A call on one rank raises an error, because it cannot wait."""
     one = own_pipeline(post_validation=True)
-    one.advance(0, *tokens(0, 4), lr=0.1)
+    advance(one, 0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 .*drain\(\)"):
         CaseContext(one).moments(0)
     Actions(one).freeze([0])
@@ -370,7 +373,7 @@ def test_many_rollbacks_switch_the_barrier_on() -> None:
     assert not one.pending.validates
     trained(twin, 12, 0.1)
     assert one.digest() == twin.digest()
-    results = [r for step in range(12, 40) for r in one.advance(step, *tokens(step, 4), lr=0.003)]
+    results = [r for step in range(12, 40) for r in advance(one, step, *tokens(step, 4), lr=0.003)]
     assert [(r.step, r.switch.on) for r in results if r.switch] == [(30, True)]
     assert one.pending.validates
 
@@ -378,12 +381,12 @@ def test_many_rollbacks_switch_the_barrier_on() -> None:
 def test_local_clipping_scales_each_layer_separately() -> None:
     """The result is compared with clipping by hand."""
     one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
-    step_output = by_hand.forward_backward(0, *tokens(0, 4))
+    step_output = run_half(by_hand, 0, *tokens(0, 4))
     clip = torch.nn.utils.clip_grad_norm_
     norms = [float(clip(m.parameters(), 0.3)) for m, _ in by_hand.store.own.values()]
     assert min(norms) < 0.3 < max(norms)
-    by_hand.update(0, step_output, lr=0.1)
-    result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
+    end_step(by_hand, 0, step_output, lr=0.1)
+    result = run_step(one, 0, *tokens(0, 4), lr=0.1, max_norm=0.3)
     assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
     torch.testing.assert_close(weights(one), weights(by_hand), rtol=1e-4, atol=1e-6)
 

@@ -17,14 +17,15 @@ from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import HostClock, Mark
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine import profiler as profiler_module
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import Interval
-from dynmo.runtime.engine.options import StepOptions
 from dynmo.runtime.engine.profiler import Profiler, measure_links, weight_bytes
 from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.op import Kind
 from tests.pool import Pool
-from tests.runtime.alone import alone, emulated, ids
+from tests.runtime.alone import alone, emulated, ids, run_step
 from tests.runtime.fake_time import emulated_time
 
 
@@ -33,10 +34,12 @@ def profile(
 ) -> list[dict[str, Any]]:
     """The costs of emulated layers after a step."""
     model = make_layers(f, b, w, size=64)
-    pipeline = Engine(world, model, Partition(tuple(counts)), StepOptions("zb-h1", microbatches=3))
+    pipeline = Engine(
+        world, model, Partition(tuple(counts)), EngineOptions("zb-h1", microbatches=3)
+    )
     ids = torch.zeros(3, 1, dtype=torch.int64)
     with emulated_time():
-        pipeline.step(0, ids, ids, lr=0.0)
+        run_step(pipeline, 0, ids, ids, lr=0.0)
     return [vars(cost) for cost in pipeline.costs()]
 
 
@@ -272,7 +275,7 @@ def test_frozen_layers_have_no_time_for_skipped_ops() -> None:
     pipeline = emulated(f=[1] * 4, b=[2] * 4, w=[3] * 4)
     Actions(pipeline).freeze([0, 1, 3])
     with emulated_time():
-        pipeline.step(0, ids(), ids(), lr=0.0)
+        run_step(pipeline, 0, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
     assert [(c.f, c.b, c.w) for c in costs] == [(1, 0, 0), (1, 0, 0), (1, 2, 3), (1, 2, 0)]
     assert [c.activation_bytes > 0 for c in costs][:3] == [False, False, True]
@@ -288,19 +291,19 @@ def test_measurements_follow_freezing() -> None:
     for frozen, b in (((), [1, 1, 1]), ((0,), [0, 0, 1])):
         Actions(pipeline).freeze(frozen)
         with emulated_time():
-            pipeline.step(0, ids(), ids(), lr=0.0)
+            run_step(pipeline, 0, ids(), ids(), lr=0.0)
         assert [cost.b for cost in pipeline.costs()] == b
     Actions(pipeline).unfreeze([0, 1])
     with emulated_time():
-        pipeline.step(1, ids(), ids(), lr=0.0)
+        run_step(pipeline, 1, ids(), ids(), lr=0.0)
     assert all(cost.b == 1 and cost.activation_bytes > 0 for cost in pipeline.costs())
 
 
 def test_evaluation_leaves_measurements_unchanged() -> None:
     pipeline = emulated(f=[0] * 3, b=[0] * 3, w=[0] * 3)
-    pipeline.step(0, ids(), ids(), lr=0.0)
+    run_step(pipeline, 0, ids(), ids(), lr=0.0)
     before = pipeline.costs()
-    pipeline.evaluate(ids(), ids(), 3)
+    pipeline.evaluate(StepBatch(ids(), ids()), 3)
     assert pipeline.costs() == before
     assert all(cost.activation_bytes for cost in before)
 

@@ -39,10 +39,10 @@ def train(
             microbatches=MICROBATCHES // replicas,
             schedule="zb-h1",
             replicas=replicas,
-            reduction_slots=2,
             balance=dynmo.Balance(),
-            listen=events.append,
             steps=1000,
+            parallel=dynmo.Parallel(reduction_slots=2),
+            log=dynmo.Log(listen=events.append),
         )
         for step in range(steps):
             if later is not None and step == later[0]:
@@ -51,7 +51,7 @@ def train(
     return {
         "speeds": [event.speeds for event in events if isinstance(event, SpeedsEvent)],
         "moves": [event.target for event in events if isinstance(event, RebalanceEvent)],
-        "seconds": [[cost.f, cost.b, cost.w] for cost in pipeline.costs()],
+        "seconds": [[cost.f, cost.b, cost.w] for cost in pipeline.measured.costs()],
         "digest": pipeline.digest(),
     }
 

@@ -16,8 +16,8 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
 from dynmo.runtime.engine.sm_slices import cut, sizes
+from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import check_world, device_for, model_of
 from tests.equality import RANDOM_MOVES
 from tests.pool import Pool
@@ -69,17 +69,14 @@ def test_pipeline_on_slices_is_one_process() -> None:
         check_world(config, Rendezvous(0, 3, 0, folder="."))
 
 
-def test_slices_cannot_be_reshaped_or_post_validated() -> None:
-    steps = StepOptions("zb-h1", microbatches=MICROBATCHES, slices=3)
-    given = (alone(), model_of(parse(CONFIG)), Partition((2, 2, 2)), steps)
-    pipeline = Engine(*given)
+def test_slices_cannot_be_reshaped() -> None:
+    steps = EngineOptions("zb-h1", microbatches=MICROBATCHES, slices=3)
+    pipeline = Engine(alone(), model_of(parse(CONFIG)), Partition((2, 2, 2)), steps)
     layout = pipeline.store.layout
     assert (layout.shape, layout.stage_ranks) == ((3, 1), (0, 1, 2))
     assert pipeline.store.own_stages == (0, 1, 2)
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         Actions(pipeline).reshape(pipeline=1, data=3)
-    with pytest.raises(ConfigError, match="without post_validation"):
-        Engine(*given, update=UpdateOptions(post_validation=True))
 
 
 def test_moves_between_slices_send_no_bytes_and_a_run_resumes_on_ranks(

@@ -11,6 +11,7 @@ from torch import nn
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.span import Tensors
@@ -69,8 +70,9 @@ def executor(streams: StageStreams, first: int) -> tuple[Executor, nn.Module]:
 def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
     streams = Noted()
     runner, modules = executor(streams, first)
-    batch = draw(1, MICROBATCHES, 2, 4)
-    losses = runner.run(0, batch, batch).losses
+    given = draw(1, MICROBATCHES, 2, 4)
+    batch = StepBatch(given, given)
+    losses = runner.run(0, batch).losses
     assert [what for what, _, _ in streams.asked if what in ("fork", "join")] == ["fork", "join"]
     assert (streams.asked[0][0], streams.asked[-1][0]) == ("fork", "join")
     ready = dict[Key, int | None]()
@@ -94,5 +96,5 @@ def test_stage_waits_for_the_result_of_another_stage(first: int) -> None:
     assert len(ready) == MICROBATCHES * (2 + 2 - first)
 
     plain, others = executor(StageStreams(), first)
-    assert [x.tolist() for x in plain.run(0, batch, batch).losses] == [x.tolist() for x in losses]
+    assert [x.tolist() for x in plain.run(0, batch).losses] == [x.tolist() for x in losses]
     assert_same(gradients_of(modules), gradients_of(others))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dynmo
+from dynmo.pipeline.options import grouped
 from tests.pool import Pool
 from tests.runtime.modules import Net
 
@@ -48,7 +49,7 @@ def train(world: dynmo.World, inner: list[int], **options: Any) -> None:
     blocks = [block(size) for size in inner]
     layers = [nn.LayerNorm(WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
     model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, microbatches=4, balance="none", **options)
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, balance="none", **grouped(options))
     batch = torch.randn(2, 4, TOKENS, WIDTH)
     for _ in range(2):
         pipeline.step(*batch)

@@ -11,6 +11,7 @@ from torch import nn
 
 import dynmo
 from dynmo.config import parse
+from dynmo.pipeline.options import grouped
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.train.setup import model_of
 from tests.models.huggingface.saved_models import save
@@ -27,7 +28,7 @@ def steps(model: dynmo.Model, head_tokens: int | None, **options: Any) -> tuple[
     labels[:, 1, 5:] = -100
     with dynmo.init() as world:
         pipeline = dynmo.Pipeline(
-            model, world, microbatches=2, head_tokens=head_tokens, seed=1, **options
+            model, world, microbatches=2, seed=1, **grouped({"head_tokens": head_tokens, **options})
         )
         losses = [pipeline.step(x, y).loss for x, y in zip(ids, labels, strict=True)]
         held_out = pipeline.evaluate(ids[0], labels[0])
@@ -99,7 +100,9 @@ def test_layers_and_targets_without_tokens_are_refused(
 ) -> None:
     model = dynmo.Sequential([nn.Embedding(WORDS, WIDTH), *layers], **options)
     with dynmo.init() as world:
-        pipeline = dynmo.Pipeline(model, world, microbatches=2, head_tokens=4)
+        pipeline = dynmo.Pipeline(
+            model, world, microbatches=2, training=dynmo.Training(head_tokens=4)
+        )
         with pytest.raises(dynmo.DynmoError, match=reason):
             pipeline.step(*batch)
 

@@ -24,7 +24,7 @@ from dynmo.pipeline.saving import restore_layer
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.options import StepOptions, UpdateOptions
+from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state import checkpoint
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -33,7 +33,7 @@ from tests.equality import config as equal_config
 from tests.full_disk import full_at
 from tests.jobs import parsed
 from tests.pool import JobFailed, Pool
-from tests.runtime.alone import GPT, around, gpt, pipeline, tokens
+from tests.runtime.alone import GPT, around, gpt, pipeline, run_step, tokens
 from tests.runtime.jobs import error_of
 from tests.runtime.modules import Net
 from tests.runtime.optimizers import settings
@@ -229,7 +229,7 @@ def test_full_disk_on_one_rank_fails_on_all_ranks(pool: Pool, tmp_path: Path) ->
 def test_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     pipeline = gpt()
     save(pipeline, tmp_path, 2)
-    pipeline.step(0, *tokens(0), lr=0.1)
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 2).path
     tensors = load(path, 5)
     weight = pipeline.store.own[5][0].get_parameter("logits.weight")
@@ -271,7 +271,7 @@ def test_buffer_made_in_a_forward_is_restored(tmp_path: Path) -> None:
         return around(middle)
 
     pipe = pipeline(model(True))
-    pipe.step(0, *tokens(0), lr=0.1)
+    run_step(pipe, 0, *tokens(0), lr=0.1)
     arrived = load(save(pipe, tmp_path, 1).path, 1)
     for registers in (True, False):
         other = pipeline(model(True, registers))
@@ -378,7 +378,7 @@ def test_the_damaged_field_of_a_layer_is_named(
 def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function: str) -> None:
     config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
     pipe, other = pipeline(model_of(config)), pipeline(model_of(config))
-    pipe.step(0, *tokens(0), lr=0.1)
+    run_step(pipe, 0, *tokens(0), lr=0.1)
     path = save(pipe, tmp_path, 1).path
     checkpoint.verify(path)
     restore(other, path)
@@ -389,13 +389,13 @@ def test_layers_with_no_or_complex_tensors_are_restored(tmp_path: Path, function
 def test_restored_tied_weights_stay_tied(tmp_path: Path) -> None:
     """The checkpoint has two copies, and the model has one tensor."""
     pipeline = gpt(tied=True)
-    pipeline.step(0, *tokens(0), lr=0.1)
+    run_step(pipeline, 0, *tokens(0), lr=0.1)
     path = save(pipeline, tmp_path, 1).path
     other = gpt(tied=True)
     restore(other, path)
     for each in (pipeline, other):
         for step in (1, 2):
-            each.step(step, *tokens(step), lr=0.1)
+            run_step(each, step, *tokens(step), lr=0.1)
     for index, (module, optimizer) in pipeline.store.own.items():
         assert fingerprint(*other.store.own[index]) == fingerprint(module, optimizer)
     weight = other.store.own[0][0].get_parameter("tokens.weight")
@@ -409,11 +409,10 @@ def test_checkpoint_of_another_optimizer_is_refused(
     """Moments would be dropped, or would be missing in the next step."""
 
     def built(name: str) -> Engine:
-        update = UpdateOptions(optimizer=settings(name))
-        return pipeline(model_of(parse({"model": GPT})), update=update)
+        return pipeline(model_of(parse({"model": GPT})), optimizer=settings(name))
 
     first = built(saved)
-    first.step(0, *tokens(0), lr=0.1)
+    run_step(first, 0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1).path
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): .*tokens.weight/"):
         restore_layer(built(resumed), 0, load(path, 0))
@@ -421,7 +420,7 @@ def test_checkpoint_of_another_optimizer_is_refused(
 
 def test_weight_tied_after_the_save_is_refused(tmp_path: Path) -> None:
     first = gpt()
-    first.step(0, *tokens(0), lr=0.1)
+    run_step(first, 0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1).path
     with pytest.raises(CheckpointError, match=r"layer 5 .*logits.weight/step .*model.tied"):
         restore_layer(gpt(tied=True), 5, load(path, 5))
@@ -439,7 +438,7 @@ def test_derived_buffers_of_another_shape_are_not_loaded(tmp_path: Path) -> None
         assert buffer.shape != layer["buffer", name].shape, "the saved one is shorter"
     for name, parameter in longer.store.modules[1].named_parameters():
         assert torch.equal(parameter, layer["parameter", name])
-    longer.step(0, *tokens(0, sequence=16), lr=0.1)
+    run_step(longer, 0, *tokens(0, sequence=16), lr=0.1)
 
 
 def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
@@ -468,14 +467,14 @@ def test_checkpoint_restores_known_and_extra_buffers(tmp_path: Path) -> None:
 
 def engine(world: Meeting, counts: list[int]) -> Engine:
     model, places = model_of(parse({"model": GPT})), Partition(tuple(counts))
-    return Engine(world, model, places, StepOptions("zb-h1", microbatches=3))
+    return Engine(world, model, places, EngineOptions("zb-h1", microbatches=3))
 
 
 def steps(pipeline: Engine, first: int, last: int) -> list[float]:
     """Losses of the steps from `first` to before `last`."""
     losses: list[float] = []
     for step in range(first, last):
-        losses.append(pipeline.step(step, *tokens(step), lr=0.01).loss)
+        losses.append(run_step(pipeline, step, *tokens(step), lr=0.01).loss)
     return losses
 
 

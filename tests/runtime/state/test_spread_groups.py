@@ -14,7 +14,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.group_placement import GroupPlacement, even_placement
-from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.options import PipelineOptions, grouped
 from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import arrange
@@ -47,7 +47,7 @@ def holdings(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
         for half in module.modules()
         if isinstance(half, ExpertsHalf)
     }
-    costs = trainer.pipeline.costs()
+    costs = trainer.pipeline.measured.costs()
     return {
         "held": held,
         "bytes": [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in costs],
@@ -77,7 +77,7 @@ def beside() -> dynmo.Sequential:
 
 
 def beside_digest(world: Meeting, **options: Any) -> str:
-    pipeline = dynmo.Pipeline(beside(), world, microbatches=2 // world.size, **options)
+    pipeline = dynmo.Pipeline(beside(), world, microbatches=2 // world.size, **grouped(options))
     for step in range(2):
         data = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(step))
         own = data.chunk(world.size)[world.rank]

@@ -1,0 +1,185 @@
+"""What changes between two steps of a pipeline: ranks, mesh, places of layers, and cases.
+
+Every rank makes the same changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dynmo.events import ChangeEvent, PostValidationEvent, TokensEvent
+from dynmo.pipeline.case import TokenShares
+from dynmo.pipeline.cases import Cases
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.placing import first_partition
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.saving import state_of
+from dynmo.plan.partition import Partition
+from dynmo.runtime.engine.engine import Engine
+from dynmo.schedule.bounds import Objective
+
+if TYPE_CHECKING:
+    from dynmo.pipeline.elasticity import Elasticity
+    from dynmo.pipeline.trace import Tracer
+
+
+class Changes:
+    """Makes the changes before a step.
+
+    Args:
+        emit: Called with the events.
+        groups: Returns what schedulers have changed of the optimizer's groups.
+        joins_at: The step before which this rank has joined. It takes part from the cases' own part
+            of that step on.
+
+    Attributes:
+        options: Options of the pipeline as they are now.
+        elastic: Changes the number of ranks. None if that is not wanted.
+        tracer: Records the ops. None if that is not wanted.
+        token_shares: What each case has counted last, by its name.
+        made: The step before which all changes were made.
+    """
+
+    def __init__(
+        self,
+        options: PipelineOptions,
+        engine: Engine,
+        cases: Cases,
+        rebalancer: Rebalancer,
+        emit: Callable[..., None],
+        groups: Callable[[], list[dict[str, Any]]],
+        joins_at: int | None = None,
+    ) -> None:
+        self.options, self._engine, self.cases = options, engine, cases
+        self.rebalancer, self._emit, self._groups = rebalancer, emit, groups
+        self.elastic: Elasticity | None = None
+        self.tracer: Tracer | None = None
+        self.token_shares: dict[str, TokenShares] = {}
+        self._joins_at = joins_at
+        self.made: int | None = None
+        self._placed: int | None = None  # the step before which ranks and layers were
+        self._barrier_stays = False  # although the options ask for none
+
+    @property
+    def left(self) -> bool:
+        return self.elastic is not None and self.elastic.left
+
+    def are_due(self, step: int) -> bool:
+        """Returns True if something may change or read the model before this step."""
+        return (
+            self.rebalancer.should_check(step)
+            or (self.elastic is not None and self.elastic.acts(step))
+            or any(case.acts(step) for case in self.cases.all)
+        )
+
+    def make(self, step: int, loss: float) -> None:
+        """Changes ranks, mesh and placement, and lets the cases act.
+
+        Args:
+            loss: That of the last step, for ranks that join.
+        """
+        if self._placed != step:
+            self.rebalancer.records.clear()
+            if step != self._joins_at:
+                self._collect(step)
+                if self.elastic is not None:
+                    self._resize(self.elastic, step, loss)
+            if not self.left:
+                self._reshape(step)
+                if self.rebalancer.is_due(step):
+                    self.consider(step)
+                self._placed = step
+        if not self.left:
+            self._act(step)
+        self.made = step
+
+    def _collect(self, step: int) -> None:
+        with self._all_cases(step):
+            for case, shares in self.cases.collect(step):
+                self.token_shares[case.name] = shares
+                self._emit(TokensEvent(step, case.name, shares.layers, shares.shares))
+
+    def _act(self, step: int) -> None:
+        with self._all_cases(step):
+            for case, change in self.cases.act(step):
+                self._emit(self.rebalancer.on_workload_change(step))
+                self._keep_trace()
+                own = case.name not in {each.name for each in self.options.cases}
+                options = {} if own else change.options
+                self._emit(ChangeEvent(step, case.name, change.layers, change.what, options))
+
+    @contextmanager
+    def _all_cases(self, step: int) -> Generator[None]:
+        """Has all ranks raise the error of a case on one of them. The next call tries it again."""
+        with self._engine.attempt():
+            yield
+            if any(case.acts(step) for case in self.cases.all):
+                self.cases.follow_rebuilt()
+
+    def consider(self, step: int) -> None:
+        """Decides on the placement, and moves layers."""
+        for event in self.rebalancer.consider(step):
+            self._emit(event)
+            self._keep_trace()
+
+    def _resize(self, elastic: Elasticity, step: int, loss: float) -> None:
+        def state() -> dict[str, Any]:
+            return state_of(
+                self._engine,
+                self.cases.all,
+                loss=loss,
+                moves=self.rebalancer.moves + 1,
+                extra={"groups": self._groups()},
+            )
+
+        size = self._engine.store.world.everyone.size
+        if elastic.change(step, state) and not elastic.left:
+            self.options = elastic.options
+            if self.tracer is not None and self._engine.store.world.everyone.size > size:
+                self.tracer.renew()
+            self._keep_trace()
+            self.tell_barrier(step)
+        self._emit(*elastic.take_events(step))
+
+    def _reshape(self, step: int) -> None:
+        """Makes the same ranks another mesh, if that is decided or planned."""
+        engine, options = self._engine, self.options
+        shape, wanted = options.shape_at(step), None
+        if options.elastic.reshape:
+            wanted = self.rebalancer.mesh(step) if self.rebalancer.is_due(step) else None
+        elif (
+            options.elastic.reshape_at
+            and shape != engine.store.layout.shape
+            and shape[0] * shape[1] == engine.store.world.everyone.size
+        ):
+            wanted = (*shape, first_partition(options, engine.model.layers, shape[0]))
+        if wanted is not None:
+            self.reshape(step, *wanted)
+
+    def reshape(self, step: int, pipeline: int, replicas: int, partition: Partition) -> None:
+        before = self._engine.store.layout.shape
+        self._emit(*self.rebalancer.reshape(step, pipeline, replicas, partition))
+        if self._engine.store.layout.shape != before:
+            self._keep_trace()
+            self.tell_barrier(step)
+
+    def _keep_trace(self) -> None:
+        if self.tracer is not None:
+            self.tracer.keep_around()
+
+    def tell_barrier(self, step: int) -> None:
+        """Reports if post-validation is not possible although the options ask for it.
+
+        A weight tied over two ranks gets its gradient from both, so the barrier stays. A mesh that
+        has the weight on one rank needs no barrier.
+        """
+        stays = (
+            self.options.post_validation
+            and self._engine.schedule_keeper.objective is Objective.MAKESPAN
+        )
+        if stays != self._barrier_stays:
+            self._barrier_stays = stays
+            reason = f"the layers of a tied weight are on {'two ranks' if stays else 'one rank'}"
+            self._emit(PostValidationEvent(step, not stays, reason))

@@ -1,0 +1,214 @@
+"""What a pipeline tells of itself: its ranks and layers, its measurements, its cases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.models.identity import Identity
+from dynmo.models.model import Model
+from dynmo.pipeline.case import TokenShares
+from dynmo.pipeline.changes import Changes
+from dynmo.plan.partition import Partition
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.engine import Engine
+from dynmo.schedule.op import Schedule
+
+if TYPE_CHECKING:
+    from dynmo.cost.profile_file import Profile
+    from dynmo.plan.decide import DecisionRecord
+
+
+class MeshView:
+    """The ranks of a pipeline, and where its layers are. A decision may change all of it."""
+
+    def __init__(self, engine: Engine, changes: Changes) -> None:
+        self._engine, self._changes = engine, changes
+
+    @property
+    def model(self) -> Model:
+        """The model that is trained."""
+        return self._engine.model
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Ranks (or slices) of a pipeline, and number of replicas."""
+        return self._engine.store.layout.shape
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.world.replica
+
+    @property
+    def world(self) -> World:
+        """The ranks of this rank's replica. `world.everyone` are those of all replicas."""
+        return self._engine.store.world
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self._changes.options.all_microbatches // self.world.replicas
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Ranks (or slices) of a pipeline that hold the first and the last stage."""
+        stage_ranks = self._engine.store.layout.stage_ranks
+        return stage_ranks[0], stage_ranks[-1]
+
+    @property
+    def partition(self) -> Partition:
+        """Number of layers on each stage."""
+        return self._engine.store.layout.partition
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the next step."""
+        return self._engine.schedule_keeper.on(self.partition)
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The layers that this rank holds, by their index in the model."""
+        store = self._engine.store
+        return {index: store.modules[index] for index in store.own}
+
+    @property
+    def identity(self) -> Identity:
+        """What decides the numbers of the training: versions, code, layers."""
+        return self._engine.store.identity.with_code(self._changes.cases.all)
+
+
+@dataclass(frozen=True)
+class Account:
+    """The time that a pipeline has spent on changes so far, and the work that it has saved.
+
+    Attributes:
+        measure_seconds: Seconds that measuring took on this rank.
+        decide_seconds: Seconds that decisions took on this rank.
+        move_seconds: Seconds that moves took on this rank.
+        spared_forwards: F's of single frozen layers that a case has skipped, on all ranks.
+        gpu_seconds_returned: GPU-seconds of ranks that the run did without.
+    """
+
+    measure_seconds: float
+    decide_seconds: float
+    move_seconds: float
+    spared_forwards: int
+    gpu_seconds_returned: float
+
+
+class Measured:
+    """What a pipeline has measured, and what it has decided from that.
+
+    Attributes:
+        loss: Loss of the last final step. NaN before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        changes: Changes,
+        shapes: tuple[LayerCost, ...] | None,
+        loss: float,
+    ) -> None:
+        self._engine, self._changes, self._shapes = engine, changes, shapes
+        self.loss = loss
+
+    @property
+    def decisions(self) -> tuple[DecisionRecord, ...]:
+        """What `adapt` decided last, each with the measurements that it rests on.
+
+        `DecisionRecord.to_text` is a line for a file that `dynmo simulate` reads.
+        """
+        return tuple(self._changes.rebalancer.records)
+
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
+        from dynmo.pipeline.gathering import measured_costs
+
+        return measured_costs(self._engine, self._shapes)
+
+    def forget(self) -> None:
+        """Drops all measurements. The next step measures anew."""
+        self._engine.profiler.forget(range(self._engine.model.layers))
+
+    def profile(
+        self, steps: int | None = None, costs: Sequence[LayerCost] | None = None
+    ) -> Profile:
+        """Returns the layers' costs as a costs file has them, for `dynmo plan` and `simulate`.
+
+        Args:
+            steps: Number of steps that the costs were measured over.
+            costs: Cost of each layer. The default is `costs()`.
+        """
+        from dynmo.pipeline.gathering import profile_of
+        from dynmo.pipeline.shape_costs import shapes_of, with_workspace
+
+        engine, options = self._engine, self._changes.options
+        measured = tuple(self.costs() if costs is None else costs)
+        if self._shapes is None:
+            level = logging.INFO if engine.store.world.everyone.rank else logging.WARNING
+            shapes = (
+                None
+                if options.micro_batch is None
+                else shapes_of(options, engine.model, level=level)
+            )
+            measured = with_workspace(measured, shapes, engine.store.layout.recomputed)
+        return profile_of(options, engine, measured, steps)
+
+    def account(self) -> Account:
+        """Returns what changes have cost and saved so far. All ranks call it together."""
+        engine, changes = self._engine, self._changes
+        overhead, everyone = changes.rebalancer.overhead, engine.store.world.everyone
+        skipped = torch.tensor(changes.cases.skipped)
+        return Account(
+            engine.profiler.spent + overhead.measure,
+            overhead.decide,
+            overhead.move,
+            int(everyone.sum(skipped, "what cases have skipped")),
+            0.0 if changes.elastic is None else changes.elastic.gpu_seconds_returned,
+        )
+
+    def save_trace(self, path: str | Path | None) -> None:
+        """Writes the recorded ops of all ranks, on rank 0. See `Pipeline(trace=)`.
+
+        Open the file at ui.perfetto.dev. All ranks call it together.
+
+        Args:
+            path: The file. None writes nothing.
+        """
+        tracer = self._changes.tracer
+        if tracer is not None:
+            tracer.finish(None if path is None else Path(path))
+
+
+class CaseView:
+    """What the dynamic cases of a pipeline tell."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+
+    @property
+    def token_shares(self) -> Mapping[str, TokenShares]:
+        """The last counts of each case by its name, such as the load of experts.
+
+        Cases count at the start of the next step.
+        """
+        return self._changes.token_shares
+
+    @property
+    def wants_samples(self) -> bool:
+        """Whether a case asks for the samples of each microbatch (`step(samples=...)`)."""
+        return any(case.wants_samples for case in self._changes.cases.all)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether some case can be switched off for an evaluation (`evaluate(dense=True)`)."""
+        return next(self._changes.cases.dense(), None) is not None
