@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +38,15 @@ from dynmo.runtime.comm.process_groups import (
     form_default_group,
     form_group_within,
     leave_default_group,
+    try_groups,
 )
+from dynmo.runtime.comm.proof import TRIES
 from dynmo.runtime.comm.rendezvous import from_environment
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.store import token_of
 from dynmo.runtime.comm.world import World
+
+_logger = logging.getLogger(__name__)
 
 # Times that these ranks of a program's own process groups have become a world.
 _adopted: dict[tuple[int, ...], int] = {}
@@ -66,6 +72,10 @@ class Meeting(World):
     home: SignedStore | None = None
     is_outside: bool = False
     is_of_loop: bool = False
+    # The views, and their groups by whether a group is apart, and its global ranks. A shape that
+    # comes back needs no new groups.
+    views: list[World] = field(default_factory=list[World])
+    process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = None
 
@@ -214,6 +224,64 @@ class Meeting(World):
         world._begin_setup(setup_timeout)
         world._meet(timeout)
         return world
+
+    def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
+        """Divides all ranks into worlds of their own. All call it.
+
+        Args:
+            subgroups: Global ranks of each world. Every rank is in one.
+            what: Name of what the ranks wait for here, for messages.
+            apart: Whether its collectives may run beside those of another view of the same ranks.
+                They then have a process group of their own.
+        """
+        self._check_groups()
+        most = self.size + apart
+        subgroup, ranks = next(
+            (number, ranks) for number, ranks in enumerate(subgroups) if self.rank in ranks
+        )
+        groups = self.process_groups
+        keys = [(int(apart), *members) for members in subgroups if 1 < len(members) < most]
+        groups |= self._make_groups([key for key in keys if key not in groups], what)
+        self._lift_limit(groups.get((int(apart), *ranks)))
+        world = World(
+            ranks.index(self.rank),
+            len(ranks),
+            self.device,
+            self.timeout,
+            self.generation,
+            self.store,
+            self.group,
+            self.staged,
+            self.channels,
+            tuple(subgroups),
+            subgroup,
+            groups.get((int(apart), *ranks), self.process_group),
+            self,
+        )
+        self.views.append(world)
+        return world
+
+    def _make_groups(
+        self, keys: Sequence[tuple[int, ...]], what: str
+    ) -> dict[tuple[int, ...], Any]:
+        trouble = ""
+        for number in range(TRIES if keys else 0):
+            store = self.store.within(f"groups/{number}")
+            try:
+                made, trouble = try_groups(store, keys, self.rank, self.timeout, self._new_group)
+            except RuntimeError as error:
+                self.fail(error, None, what)
+            # All ranks have proven to each other who they are, so they can agree here.
+            if not self.largest(torch.tensor([bool(trouble)]), what):
+                return made
+            for group in made.values():
+                drop_group(group)
+            trouble = trouble or "a connection of other ranks is not proven"
+            if self.rank == 0:
+                _logger.warning(f"{trouble}; the ranks drop {what} and make them anew")
+        if keys:
+            raise RunError(f"{what} could not be made in {TRIES} tries ({trouble})")
+        return {}
 
     def close(self, failed: bool = False) -> None:
         """Ends this generation, with all its views. All ranks call it.

@@ -20,6 +20,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynmo.errors import ConfigError
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 
 
@@ -32,7 +33,7 @@ def arrange(world: World, replicas: int) -> World:
     Raises:
         ConfigError: The replicas do not divide the ranks.
     """
-    everyone = world.everyone
+    everyone = meeting_of(world)
     if everyone.size % replicas:
         raise ConfigError(
             f"{everyone.size} ranks cannot be {replicas} replicas of one pipeline; take a number "

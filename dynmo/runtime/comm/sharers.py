@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynmo.runtime.comm.headers import on_wire
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 
 
@@ -33,7 +34,7 @@ class Sharers:
         groups = [
             tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)
         ]
-        self.world = world.everyone.view(
+        self.world = meeting_of(world).view(
             groups, "the replicas that share groups of weights", apart=True
         )
         self._pipeline = world

@@ -11,7 +11,6 @@ code for one pipeline need not know that there are others.
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import time
 import weakref
@@ -30,14 +29,11 @@ from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.headers import TAG_SUMS
-from dynmo.runtime.comm.process_groups import drop_group, new_group, try_groups
-from dynmo.runtime.comm.proof import TRIES
+from dynmo.runtime.comm.process_groups import new_group
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.staged import StagedReceive
 from dynmo.runtime.comm.store import find_missing, find_present
 from dynmo.runtime.comm.tree import FEW, MOST, Tree
-
-_logger = logging.getLogger(__name__)
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
 # ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
@@ -78,13 +74,7 @@ class World:
     # replicas. None: this rank's world has no others.
     _everyone: World | None = field(default=None, repr=False, compare=False)
     _peers: World | None = field(default=None, repr=False, compare=False)
-    # For the world of all ranks: its views, their groups, and the number of replicas. The key of a
-    # group is whether it is apart, and its global ranks. A shape that comes back needs no new
-    # groups.
-    views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
-    process_groups: dict[tuple[int, ...], Any] = field(
-        default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
-    )
+    # For the world of all ranks: the number of replicas.
     shape: int = 1
     # For a world within a program's own process groups: torch's number of each rank. Empty: the
     # world is torch's default group.
@@ -135,11 +125,7 @@ class World:
 
     def _describe(self, global_rank: int) -> str:
         replicas = self.everyone.shape
-        return (
-            f"{global_rank} (replica {global_rank % replicas})"
-            if replicas > 1
-            else str(global_rank)
-        )
+        return f"{global_rank}" + f" (replica {global_rank % replicas})" * (replicas > 1)
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
@@ -147,64 +133,6 @@ class World:
     def with_peers(self, peers: World) -> Self:
         self._peers = peers
         return self
-
-    def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
-        """Divides all ranks into worlds of their own. All call it on the world of all.
-
-        Args:
-            subgroups: Global ranks of each world. Every rank is in one.
-            what: Name of what the ranks wait for here, for messages.
-            apart: Whether its collectives may run beside those of another view of the same ranks.
-                They then have a process group of their own.
-        """
-        self._check_groups()
-        everyone, most = self.everyone, self.everyone.size + apart
-        subgroup, ranks = next(
-            (number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks
-        )
-        groups = everyone.process_groups
-        keys = [(int(apart), *members) for members in subgroups if 1 < len(members) < most]
-        groups |= everyone._make_groups([key for key in keys if key not in groups], what)
-        self._lift_limit(groups.get((int(apart), *ranks)))
-        world = World(
-            ranks.index(everyone.rank),
-            len(ranks),
-            self.device,
-            self.timeout,
-            self.generation,
-            self.store,
-            everyone.group,
-            self.staged,
-            everyone.channels,
-            tuple(subgroups),
-            subgroup,
-            groups.get((int(apart), *ranks), everyone.process_group),
-            everyone,
-        )
-        everyone.views.append(world)
-        return world
-
-    def _make_groups(
-        self, keys: Sequence[tuple[int, ...]], what: str
-    ) -> dict[tuple[int, ...], Any]:
-        trouble = ""
-        for number in range(TRIES if keys else 0):
-            store = self.store.within(f"groups/{number}")
-            try:
-                made, trouble = try_groups(store, keys, self.rank, self.timeout, self._new_group)
-            except RuntimeError as error:
-                self.fail(error, None, what)
-            # All ranks have proven to each other who they are, so they can agree here.
-            if not self.largest(torch.tensor([bool(trouble)]), what):
-                return made
-            for group in made.values():
-                drop_group(group)
-            trouble = trouble or "a connection of other ranks is not proven"
-            if self.rank == 0:
-                _logger.warning(f"{trouble}; the ranks drop {what} and make them anew")
-        if keys:
-            raise RunError(f"{what} could not be made in {TRIES} tries ({trouble})")
-        return {}
 
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
         ranks = [self._torch_rank(rank) for rank in members]
