@@ -519,7 +519,7 @@ class Pipeline:
             self._begin = time.perf_counter()
             self._step = step + 1
             self._ready += map(self._finish, records)
-        self._optimizer.step()
+        self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
         return before + self._take()
 
     @public

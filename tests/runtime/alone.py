@@ -86,7 +86,7 @@ def end_step(
     settings, end = StepSettings(step, lr, max_norm), engine.optimizer_step
     record, failed, error = end.agree(settings, output)
     assert error is None
-    return end.make(record, failed, settings)
+    return end.update(record, failed, settings)
 
 
 def ids() -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,10 +25,10 @@ def limit_of(config: Config, device: torch.device, others: Sequence[int] = ()) -
         del what
         return torch.stack([own, *map(torch.tensor, others)])
 
-    everyone = SimpleNamespace(size=config.ranks, gather=gather)
-    known = {"staged": config.parallel.staged, "is_outside": False}
-    world = SimpleNamespace(device=device, everyone=everyone, **known)
-    return rank_memory_limit(config.options, cast(Meeting, world))
+    known = {"staged": config.parallel.staged, "is_outside": False, "device": device}
+    world = Mock(spec=Meeting, size=config.ranks, gather=gather, **known)
+    world.everyone = world
+    return rank_memory_limit(config.options, world)
 
 
 @pytest.fixture

@@ -121,12 +121,15 @@ class Engine:
     def attempt(self, step: int | None = None, *, is_final: bool = False) -> Generator[None]:
         """Runs what one rank may fail at while others wait for it.
 
-        If it fails, all ranks raise its error, and go on as before the step. No weight was changed.
+        A rank that fails closes its channels and tells its error. A rank that waits for it finds
+        the channels closed, and reads the error. So all raise it. They meet anew and go on as
+        before the step: buffers have their old values, gradients are dropped, and no weight was
+        changed.
 
         Args:
             step: A step without a barrier. Its error is raised in the next call, since other ranks
                 may have ended the step.
-            is_final: Whether the ranks cannot go on after an error.
+            is_final: Whether weights change in it, so that the ranks cannot go on after an error.
         """
         if self.store.generation != self.store.world.everyone.generation:
             self._renew()  # another pipeline of these ranks has failed
@@ -162,7 +165,13 @@ class Engine:
     # -- training ----------------------------------------------------------------------------------
 
     def train(self, batch: StepBatch, settings: StepSettings) -> tuple[StepRecord, ...]:
-        """Trains on one batch: forward, backward, clipping, update.
+        """Trains on one batch.
+
+            programs.train    F, B and W. Ranks send messages. Gradients add up in `.grad`, and
+                              replicas sum them.
+            agree             All ranks share losses, norms and hashes: the barrier of a step.
+            update            Clipping and optimizer, without messages but for shared parameters.
+                              Weights change here alone. Then gradients are dropped.
 
         Under post-validation a step has no barrier at its end. The next step then begins before
         this one is final. `drain` waits for the last step, and so does every method that reads or
@@ -208,20 +217,27 @@ class Engine:
         self,
         settings: StepSettings,
         record: StepRecord,
-        failed: str | None,
+        obstacle: str | None,
         error: Exception | None,
         undo: Callable[[], None],
     ) -> StepRecord:
-        """Ends a step with a barrier as the ranks have agreed."""
+        """Ends a step with a barrier as the ranks have agreed.
+
+        Args:
+            obstacle: Why it cannot be a plain update. What is not finite skips the update under a
+                dynamic loss scale. What is too large is clipped.
+            error: Raised on all ranks. Nothing is updated then.
+            undo: Gives buffers the values from before the step.
+        """
         end = self.optimizer_step
         if error is not None:
             end.discard()
             undo()
             raise self._explained(error)
         with self.attempt(is_final=True):
-            record = end.make(record, failed, settings)
+            record = end.update(record, obstacle, settings)
         self._batches.clear()
-        return self.pending.observed(record, failed)
+        return self.pending.observed(record, obstacle)
 
     def drain(self) -> tuple[StepRecord, ...]:
         """Waits until the last step is final. Returns results not returned before."""

@@ -53,8 +53,8 @@ class OptimizerStep:
             error = self.error(result)
         return result, failed, error
 
-    def make(self, result: StepRecord, failed: str | None, settings: StepSettings) -> StepRecord:
-        """Makes the step that all ranks agree on, or skips it."""
+    def update(self, result: StepRecord, failed: str | None, settings: StepSettings) -> StepRecord:
+        """Updates the weights as all ranks agree, or skips it."""
         self.scaler.observe(failed != NON_FINITE)
         if failed == NON_FINITE:
             result = self.skipped(result)
