@@ -102,10 +102,10 @@ class StepResult(Event):
         )
 
     @property
-    def norm(self) -> float | None:
-        """The name of `gradient_norm` before version 0.2."""
+    def norm(self) -> float:
+        """The name of `gradient_norm` before version 0.2. NaN if it is not finite."""
         _warn_of("norm", "gradient_norm")
-        return self.gradient_norm
+        return math.nan if self.gradient_norm is None else self.gradient_norm
 
     @property
     def rate(self) -> float:

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -110,13 +110,15 @@ class Messages:
         self._store.set(f"{self._name}/{self._count + 1}", json.dumps(content))
         self._count += 1
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages since the last call."""
-        new: list[dict[str, Any]] = []
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yields the messages since the last call.
+
+        Raises an error of `LOST` at one that a stranger wrote. The other side then writes it, too.
+        """
         while self._store.check([key := f"{self._name}/{self._count + 1}"]):
+            text = self._store.get(key)
             self._count += 1
-            new.append(json.loads(self._store.get(key)))
-        return new
+            yield json.loads(text)
 
 
 class LauncherManager:
@@ -153,7 +155,8 @@ class LauncherManager:
     def watch(self) -> list[Report]:
         unsaid, self._unsaid = self._unsaid, []
         with suppress(*LOST):
-            return [*unsaid, *(Report(**content) for content in self._told.receive())]
+            for content in self._told.receive():
+                unsaid.append(Report(**content))
         return unsaid
 
     def close(self) -> None:

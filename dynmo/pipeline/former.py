@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -21,15 +21,18 @@ MOVED = {
     "forget_costs": "measured.forget",
     "save_trace": "measured.save_trace",
     "rebalance": "move",
+    "buffers_digest": "digest(buffers=True)",
 }
 """Members of `Pipeline`, and where they are now."""
 
 
 def former_member(pipeline: object, name: str) -> Any:
     if (place := MOVED.get(name)) is None:
-        raise AttributeError(name)
+        raise AttributeError(f"Pipeline has no {name}", name=name, obj=pipeline)
     _warn(f"Pipeline.{name}", f"Pipeline.{place}", 4)
-    return attrgetter(place)(pipeline)
+    member, *given = place.split("(")
+    found = attrgetter(member)(pipeline)
+    return partial(found, buffers=True) if given else found
 
 
 def former_read(init: Callable[P, T]) -> Callable[P, T]:
@@ -43,7 +46,9 @@ def former_read(init: Callable[P, T]) -> Callable[P, T]:
             if own:
                 kind = f"{name}=dynmo.{record.__name__}"
                 _warn(f"Pipeline({next(iter(own))}=)", f"{kind}({next(iter(own))}=)", 4)
-                given[name] = record(**{**dict(given.get(name, ())), **own})
+                before = given.get(name, record())
+                if isinstance(before, record):  # the call below says what else it is
+                    given[name] = record(**{**dict(before), **own})
         return init(*args, **kwargs)
 
     return call

@@ -510,10 +510,8 @@ class Pipeline:
                     # Loops compile as they make the first schedule. That is no training time.
                     engine.programs.executor()
                     self._begin = time.perf_counter()
-            records = engine.pending.take_done()
-            if batch is not None:
-                settings = StepSettings(step, rates, self.options.max_grad_norm, flag)
-                records += engine.train(batch, settings)
+            settings = StepSettings(step, rates, self.options.max_grad_norm, flag)
+            records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
             self._started[step] = started
             started.seconds = time.perf_counter() - self._begin
             self._begin = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 
 from dynmo.elastic import launch
 from dynmo.elastic.launch import FolderStore, LauncherManager, Messages
+from dynmo.elastic.manager import Report
 from dynmo.elastic.place import RankPlace
+from dynmo.runtime.comm.signed_store import SignedStore
 
 LEAVING = [RankPlace(2, "host", 7, "host", 2)]
 
@@ -43,10 +46,22 @@ def test_half_a_value_is_read_once_it_is_whole(tmp_path: Path) -> None:
     asked = Messages(store, "asked")
     for size in range(len(whole)):
         file.write_bytes(whole[:size])
-        assert asked.receive() == []
+        assert [*asked.receive()] == []
     file.write_bytes(whole)
-    assert asked.receive() == [{"start": 2}]
-    assert asked.receive() == []
+    assert [*asked.receive()] == [{"start": 2}]
+    assert [*asked.receive()] == []
+
+
+def test_forged_messages_take_no_other_with_them() -> None:
+    plain = dist.HashStore()
+    store = SignedStore(plain, b"the token")
+    told, manager = Messages(store, "told"), LauncherManager(store)
+    for number in range(1, 9):
+        plain.set(f"launcher/told/{number}", "forged")
+    for number in range(2):
+        told.send(asdict(Report("released", f"node {number}", 1, 0.0)))
+        assert [report.what for report in manager.watch()] == [f"node {number}"]
+        assert manager.watch() == []
 
 
 def test_message_that_cannot_be_sent_is_a_report(
@@ -71,7 +86,7 @@ def test_message_that_cannot_be_sent_is_a_report(
     assert all("the launcher cannot be told" in report.what for report in told)
     assert manager.watch() == []
     manager.start(3)
-    assert Messages(FolderStore(tmp_path), "asked").receive() == [{"start": 3}]
+    assert [*Messages(FolderStore(tmp_path), "asked").receive()] == [{"start": 3}]
 
 
 def test_full_disk_leaves_the_store_whole(tmp_path: Path) -> None:

@@ -100,9 +100,11 @@ def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> by
         is_local: Whether all ranks are on one machine.
         timeout: Seconds to wait for rank 0.
     """
-    given = os.environ.get("DYNMO_TOKEN", "").encode()
+    given = os.environ.get("DYNMO_TOKEN", "").strip()  # a secret of a file may end its line
+    if not given.isprintable():
+        raise ConfigError("DYNMO_TOKEN has characters that cannot be printed; take letters")
     if given or not is_local:
-        return given
+        return given.encode()
     if rank == 0:
         token = secrets.token_hex().encode()
         with tempfile.NamedTemporaryFile(prefix=_TOKEN_FILE, delete=False) as file:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -111,8 +113,9 @@ class Engine:
             self.optimizer_step,
             validates=post_validation,
             copies=options.rollback == "exact" or not store.groups.inverts,
-            explain=self._explained,
-            attempt=self.attempt,
+            # A cycle would keep the weights until a collection of garbage.
+            explain=partial(Engine._explained, proxy(self)),
+            attempt=partial(Engine.attempt, proxy(self)),
         )
 
     # -- failures ----------------------------------------------------------------------------------
@@ -208,7 +211,8 @@ class Engine:
                 agreed = *end.agree(settings, step_output), step_output.undo
             self._undo, has_run = _nothing, True
         if agreed is not None:
-            return *pending.take_done(), self._end(settings, *agreed)
+            record = self._end(settings, *agreed)
+            return *pending.take_done(), record
         if has_run:  # or the error of this step is raised in the next call
             pending.raise_failure()
         return pending.take_done()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class LayerStore:
             self._check_views(index)
             module = self.modules[index].to(world.device)
             self._adopt(index, module, {}, masters=lower_precision(module, options.dtype))
-        self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
+        self.tied = self._find_tied()
         if not is_bare:
             self.tied.join()
             self.tied.publish(())
@@ -193,7 +194,7 @@ class LayerStore:
                 self.accumulation_groups // self.world.replicas,
                 self.replicas.reduction(index),
             ),
-            others=partial(self._others, index),
+            others=partial(LayerStore._others, proxy(self), index),
             loss=self.model.loss if index == self.model.layers - 1 else None,
         )
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
@@ -227,6 +228,11 @@ class LayerStore:
         reason = kept_aside(module, changing, tied, own=False) if changing else None
         if reason is not None:
             raise ConfigError(f"layer {index} ({type(module).__name__}) {reason}")
+
+    def _find_tied(self) -> TiedWeights:
+        # A cycle would keep the weights until a collection of garbage.
+        rank_of = partial(LayerStore.rank_of, proxy(self))
+        return TiedWeights(self.world, self.model.tied, rank_of, self.modules)
 
     def _others(self, index: int) -> Mapping[int, str]:
         """Returns the tensors that are not those of a layer, by their memory.
@@ -356,7 +362,7 @@ class LayerStore:
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
             self._adopt(index, self.modules[index], state, whole=not self.spreads_groups)
-        self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
+        self.tied = self._find_tied()
         self.tied.join()
 
     def check_names(self, moving: Collection[int] = ()) -> None:
@@ -426,7 +432,7 @@ class LayerStore:
             self.spread.renew(self.world)
             for index in self.layers:
                 self.spread.connect(index, self.modules[index])
-        self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
+        self.tied = self._find_tied()
         self.tied.join()
 
     def _fill(self, arrival: Arrival) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo.errors import RunError, WaitTimeout
+from dynmo.errors import ConfigError, RunError, WaitTimeout
+from dynmo.files import write_whole
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
 from dynmo.runtime.comm.store import (
@@ -25,6 +27,7 @@ from dynmo.runtime.comm.store import (
     find_missing,
     open_rendezvous,
     open_store,
+    read_rendezvous,
     rendezvous_record,
     serve,
 )
@@ -95,6 +98,23 @@ def test_a_joiner_opens_the_store_of_other_ranks(tmp_path: Path) -> None:
         joiner.set("b", "2")
         del joiner
         assert store.get("b") == b"2", "a joiner that leaves takes the file away"
+
+
+def test_token_of_the_user_may_end_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that joins reads it from rank 0's file."""
+    monkeypatch.setenv("DYNMO_TOKEN", "a secret\n")
+    first = Rendezvous(0, 1, 0, address="127.0.0.1", port=int(free_port()), loopback=True)
+    store = open_store(first, TIMEOUT)
+    store.set("a", "1")
+    write_whole(tmp_path / "rendezvous.json", json.dumps(rendezvous_record(first)), mode=0o600)
+    joiner = open_rendezvous(read_rendezvous(tmp_path / "rendezvous.json"), TIMEOUT)
+    assert joiner.get("a") == b"1"
+    for wrong in ("two\nlines", "\udcff"):
+        monkeypatch.setenv("DYNMO_TOKEN", wrong)
+        with pytest.raises(ConfigError, match="DYNMO_TOKEN has"):
+            open_store(replace(first, port=int(free_port())), TIMEOUT)
 
 
 def test_run_that_has_finished_or_shares_no_store_cannot_be_joined(tmp_path: Path) -> None:
