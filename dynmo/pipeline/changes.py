@@ -36,6 +36,7 @@ class Changes:
 
     Attributes:
         options: Options of the pipeline as they are now.
+        loss: That of the last final step.
         elastic: Changes the number of ranks. None if that is not wanted.
         tracer: Records the ops. None if that is not wanted.
         token_shares: What each case has counted last, by its name.
@@ -50,10 +51,12 @@ class Changes:
         rebalancer: Rebalancer,
         emit: Callable[..., None],
         groups: Callable[[], list[dict[str, Any]]],
+        loss: float,
         joins_at: int | None = None,
     ) -> None:
         self.options, self._engine, self.cases = options, engine, cases
         self.rebalancer, self._emit, self._groups = rebalancer, emit, groups
+        self.loss = loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
         self.token_shares: dict[str, TokenShares] = {}
@@ -74,18 +77,14 @@ class Changes:
             or any(case.acts(step) for case in self.cases.all)
         )
 
-    def make(self, step: int, loss: float) -> None:
-        """Changes ranks, mesh and placement, and lets the cases act.
-
-        Args:
-            loss: That of the last step, for ranks that join.
-        """
+    def make(self, step: int) -> None:
+        """Changes ranks, mesh and placement, and lets the cases act."""
         if self._placed != step:
             self.rebalancer.records.clear()
             if step != self._joins_at:
                 self._collect(step)
                 if self.elastic is not None:
-                    self._resize(self.elastic, step, loss)
+                    self._resize(self.elastic, step)
             if not self.left:
                 self._reshape(step)
                 if self.rebalancer.is_due(step):
@@ -124,12 +123,12 @@ class Changes:
             self._emit(event)
             self._keep_trace()
 
-    def _resize(self, elastic: Elasticity, step: int, loss: float) -> None:
+    def _resize(self, elastic: Elasticity, step: int) -> None:
         def state() -> dict[str, Any]:
             return state_of(
                 self._engine,
                 self.cases.all,
-                loss=loss,
+                loss=self.loss,
                 moves=self.rebalancer.moves + 1,
                 extra={"groups": self._groups()},
             )

@@ -212,8 +212,8 @@ class Pipeline:
         self._memory_limit = rank_memory_limit(options, ranks)
         self._plan: RunPlan | None = None
         self._model_flops = ModelFlops(model)
-        # Steps and loss of the time before this process was outside. None while it is a rank.
-        self._before: tuple[int, float] | None = (0, math.nan) if outside else None
+        # Steps of the time before this process was outside. None while it is a rank.
+        self._before: int | None = 0 if outside else None
         if outside:
             self._optimizer = OptimizerHandle(
                 ParameterGroups(settings_of(options), model, model.build(()), world.device)
@@ -332,8 +332,7 @@ class Pipeline:
         options, engine = self._options, self._engine
         cases = Cases(self._cases, engine)
         rebalancer = Rebalancer(options, engine, cases, self._shapes, moves, self._memory_limit)
-        # The steps that are done, and the loss of the last one.
-        self._step, self._loss = step, loss
+        self._step = step  # the steps that are done
         # Steps without a result yet, and results that were not returned yet.
         self._started: dict[int, Started] = {}
         self._ready: list[StepResult] = []
@@ -346,6 +345,7 @@ class Pipeline:
             rebalancer,
             self._emit,
             self._optimizer.saved,
+            loss,
             step if joined else None,
         )
         cases.take_over(engine)
@@ -551,7 +551,7 @@ class Pipeline:
         self._is_set_up = True
         meeting_of(engine.store.world).end_setup()
         step, started = record.step, self._started.pop(record.step)
-        self._loss = record.loss
+        changes.loss = record.loss
         if changes.tracer is not None:
             changes.tracer.observe(step, record.step_output.intervals)
         self._emit(changes.rebalancer.observe(step, started.seconds, record.busy))
@@ -591,7 +591,7 @@ class Pipeline:
         if changes.made == step:
             return ()
         results = self._drain() if changes.are_due(step) else ()
-        changes.make(step, self._loss)
+        changes.make(step)
         self._begin = time.perf_counter()
         return results
 
@@ -692,7 +692,7 @@ class Pipeline:
     @property
     def measured(self) -> Measured:
         """Costs of the layers, decisions and what they have brought."""
-        return Measured(self._engine, self._changes, self._shapes, self._loss)
+        return Measured(self._engine, self._changes, self._shapes)
 
     @property
     def cases(self) -> CaseView:
@@ -703,7 +703,7 @@ class Pipeline:
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
         if self._before is not None:
-            return self._before[0]
+            return self._before
         failed = self._engine.pending.take_failed()
         if failed is not None:  # a step whose error was raised is not done
             self._step = self._changes.made = failed
@@ -742,7 +742,7 @@ class Pipeline:
             raise RunError("this process is a rank already; call join() if pipeline.left is true")
         identity = self._identity()
         if self._before is None:
-            self._before = self.steps, self._loss
+            self._before = self.steps
             del self._engine, self._changes
             gc.collect()
             if self._world.device.type == "cuda":
@@ -799,7 +799,8 @@ class Pipeline:
 
         Args:
             partition: Number of layers on each stage, first stage first. None decides now, by the
-                measured costs: layers move if that repays itself within `steps`.
+                measured costs: layers move if that repays itself within `steps`. With a
+                schedule, None leaves the layers where they are.
             schedule: With `schedule="auto"`, the schedule of the next steps: "zb-auto" or
                 "interleaved-1f1b", say. None keeps the present one.
 
@@ -812,7 +813,7 @@ class Pipeline:
             RunError: Nothing was measured that a decision could rest on.
         """
         before = self.mesh.partition
-        if partition is None:
+        if partition is None and schedule is None:
             if not self._changes.rebalancer.measured:
                 raise RunError(
                     "move was called without a placement before a step was measured; train at "
@@ -820,6 +821,7 @@ class Pipeline:
                 )
             self._changes.consider(self.steps)
         else:
+            partition = before if partition is None else partition
             if not isinstance(partition, Partition):
                 partition = Partition(tuple(partition))
             Actions(self._engine).move(partition, schedule)
@@ -895,7 +897,7 @@ class Pipeline:
                 self.steps,
                 keep,
                 self._cases,
-                loss=self._loss,
+                loss=changes.loss,
                 moves=changes.rebalancer.moves,
                 extra=state,
                 best=best,

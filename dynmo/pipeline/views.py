@@ -105,21 +105,17 @@ class Account:
 
 
 class Measured:
-    """What a pipeline has measured, and what it has decided from that.
-
-    Attributes:
-        loss: Loss of the last final step. NaN before the first.
-    """
+    """What a pipeline has measured, and what it has decided from that."""
 
     def __init__(
-        self,
-        engine: Engine,
-        changes: Changes,
-        shapes: tuple[LayerCost, ...] | None,
-        loss: float,
+        self, engine: Engine, changes: Changes, shapes: tuple[LayerCost, ...] | None
     ) -> None:
         self._engine, self._changes, self._shapes = engine, changes, shapes
-        self.loss = loss
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last final step. NaN before the first."""
+        return self._changes.loss
 
     @property
     def decisions(self) -> tuple[DecisionRecord, ...]:

@@ -177,6 +177,19 @@ def test_names_of_the_version_before_are_read_with_a_warning(world: dynmo.World)
         dynmo.Pipeline(model, world, microbatches=2, **wrong)
 
 
+def test_views_that_a_loop_keeps_are_up_to_date(world: dynmo.World) -> None:
+    pipeline = make(world, balance="none")
+    measured = pipeline.measured
+    assert math.isnan(measured.loss)
+    assert measured.loss != pipeline.step(*batch(0)).loss == measured.loss
+
+
+def test_a_schedule_without_a_placement_is_no_decision(world: dynmo.World) -> None:
+    pipeline = make(world)
+    with pytest.raises(ConfigError, match="schedule"):
+        pipeline.move(schedule="zb-auto")
+
+
 def test_a_dropped_pipeline_frees_its_weights_at_once(world: dynmo.World) -> None:
     """No cycle of references keeps them until a collection of garbage."""
     pipeline = make(world, cases=[dynmo.Freezing()], elastic=dynmo.Elastic(), trace=1)
