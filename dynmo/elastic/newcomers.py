@@ -9,10 +9,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
 from dynmo.elastic.managers import make_manager
@@ -96,14 +97,18 @@ class Newcomers:
         self._missed = False
         self._events: list[partial[Event]] = []  # they lack the step
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch, args=(ref(self), self._closed), daemon=True).start()
 
-    def _watch(self) -> None:
-        try:
-            while not self._closed.wait(_READ):
-                self._read()
-        except LOST as error:
-            self._failure = reason(error) or type(error).__name__
+    @staticmethod
+    def _watch(found: Callable[[], Newcomers | None], closed: threading.Event) -> None:
+        """Ends with the run, or once a loop has dropped its pipeline."""
+        while not closed.wait(_READ) and (own := found()) is not None:
+            try:
+                own._read()
+            except LOST as error:
+                own._failure = reason(error) or type(error).__name__
+                return
+            del own
 
     def _read(self) -> None:
         now = time.monotonic()

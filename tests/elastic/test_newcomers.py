@@ -94,6 +94,16 @@ def faults(run: Newcomers) -> list[str]:
     return [event.what for event in run.take_events(0) if isinstance(event, FaultEvent)]
 
 
+def test_thread_of_a_dropped_entrance_ends(home: SignedStore) -> None:
+    """A newcomer would take it for rank 0's sign of life, for ever."""
+    before = {*threading.enumerate()}
+    own = entrance(home)
+    (thread,) = {*threading.enumerate()} - before
+    del own
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_newcomers_are_let_in_in_order_of_arrival(home: SignedStore) -> None:
     run = entrance(home)
     assert run.look(at_once=True) == 0
