@@ -81,7 +81,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (newcomer, newcomers):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(Newcomers, "_watch", lambda self: None)
+    monkeypatch.setattr(Newcomers, "_watch", lambda *_: None)
     return clock
 
 
