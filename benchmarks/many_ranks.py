@@ -219,7 +219,7 @@ class Crowd:
         list(self._pool.map(act, range(self.mesh.size)))
 
     def meet(self, store: SignedStore) -> None:
-        """Meets as `World.join` does."""
+        """Meets as `Meeting.join` does."""
 
         def join(rank: int) -> None:
             claim(store, rank, LIMIT)

@@ -1,6 +1,6 @@
 """The engine runs the steps of one model over a world of ranks.
 
-world = World.join(store, rank, size)
+world = Meeting.join(store, rank, size)
 engine = Engine(world, model, Partition((9, 9)), EngineOptions("zb-h1", microbatches=8))
 for step in range(steps):
     engine.train(StepBatch(inputs, targets), StepSettings(step, 3e-4, max_norm=1.0))
