@@ -37,18 +37,13 @@ def collate(rows: list[Tensor]) -> list[dict[str, Tensor]]:
     return [pad(rows[i : i + 4]) for i in range(0, len(rows), 4)]  # microbatches of any lengths
 
 
-def groups(name: str, parameter: Tensor) -> dict[str, Any]:
-    return {} if parameter.dim() > 1 else {"weight_decay": 0.0}
-
-
 with dynmo.init(device="cpu") as world:
     torch.manual_seed(0)
     data: Any = [torch.arange(1, n).repeat(2) for n in torch.randint(3, 20, (96,)).tolist()]
     model = dynmo.Sequential([Embed(20, 32), *(Block(32, 32) for _ in range(4)), Head(32, 20)])
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    pipeline = dynmo.Pipeline(
-        model, world, microbatches=4, optimizer=adamw, training=dynmo.Training(groups=groups)
-    )
+    training = dynmo.Training(groups=lambda _, p: {} if p.dim() > 1 else {"weight_decay": 0.0})
+    pipeline = dynmo.Pipeline(model, world, microbatches=4, optimizer=adamw, training=training)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(pipeline.optimizer, T_max=18)
     sampler = pipeline.sampler(data, batch=16)
     for epoch in range(3):

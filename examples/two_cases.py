@@ -23,8 +23,7 @@ with dynmo.init(device="cpu") as world:
         microbatches=MICROBATCHES // replicas,
         replicas=replicas,
         cases=cases,
-        # With equal slots, any number of replicas gives the same bits.
-        parallel=dynmo.Parallel(reduction_slots=2, zero=1),
+        parallel=dynmo.Parallel(reduction_slots=2, zero=1),  # equal slots give equal bits
         training=dynmo.Training(post_validation=True),
     )
     while pipeline.steps < STEPS:
