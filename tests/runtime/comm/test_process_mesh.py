@@ -37,7 +37,7 @@ from tests.runtime.optimizers import optimizer_of, settings, step
 
 
 def shape(world: Meeting, replicas: list[int]) -> list[list[Any]]:
-    """Who this rank is in each mesh, the sums over its pipeline, peers and all, and what it got."""
+    """This rank's place in each mesh, its sums over pipeline, peers and all, and what it got."""
     out: list[list[Any]] = []
     mark = torch.tensor([2.0**world.rank])
     for count in replicas:
