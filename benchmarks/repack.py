@@ -174,7 +174,7 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table in Markdown, whose figures docs/planning.md names."""
+    """Returns the table in Markdown, whose figures docs/reference/results/fewer-ranks.md names."""
     counted = {"proven": "fewer is impossible at", "complete": "searched completely at"}
     head = ["case", "blocks", *SIDES, *counted.values(), "least throughput over dense"]
     lines: list[list[str]] = []

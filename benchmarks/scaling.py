@@ -234,7 +234,7 @@ def emulated(ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
-    """Returns the tables in Markdown by name, as docs/scaling.md shows them."""
+    """Returns the tables in Markdown by name, as docs/reference/results/scaling.md shows them."""
     if "emulated" in result and "weak" not in result:
         return {"emulated": emulated_table(result["emulated"])}
     texts = {

@@ -1,6 +1,6 @@
 """Every schedule over models, memory limits and numbers of microbatches.
 
-docs/schedules.md shows the figures.
+docs/reference/schedules.md shows the figures.
 
 attention   s / h from 0.1 to 30: the longer the sequence, the larger F and B beside W. Per layer
             and token P = 12 h^2 weights and A = 4 s h operations of attention's products make
@@ -325,7 +325,7 @@ _MODELS = dict(
 
 
 def draw(result: dict[str, Any]) -> None:
-    """Draws the pictures of docs/schedules.md."""
+    """Draws the pictures of docs/reference/schedules.md."""
     style = {
         "axes.grid": True,
         "grid.color": "#dddddd",
@@ -475,7 +475,7 @@ def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = parser_of(__doc__, reads=True)
     parser.add_argument(
-        "--plot", action="store_true", help="draw the pictures of docs/schedules.md"
+        "--plot", action="store_true", help="draw the pictures of docs/reference/schedules.md"
     )
     add_number(parser, "stride", 1, "of the settings, every so many-th")
     run(

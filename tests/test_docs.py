@@ -24,6 +24,8 @@ from dynmo.schedule.simulator import Timeline, simulate
 
 pytestmark = pytest.mark.docs
 
+SCHEDULES_PAGE = ROOT / "docs" / "reference" / "schedules.md"
+
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -66,7 +68,7 @@ def test_commands_print_the_shown_output(path: Path, example: Example) -> None:
 
 
 def test_every_schedule_has_a_drawing() -> None:
-    text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
+    text = SCHEDULES_PAGE.read_text().splitlines()
     drawn = {
         e.command.split("--schedule ")[1].split()[0]
         for e in examples(text)
@@ -130,13 +132,13 @@ def test_pictures_of_the_balancers_are_drawn(tmp_path: Path) -> None:
 
 def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
+    text = SCHEDULES_PAGE.read_text().splitlines()
     blocks = [
         "\n".join(text[i] for i in block) for block, language in code(text) if language == "python"
     ]
     assert blocks
     for block in blocks:
-        exec(compile(block, "docs/schedules.md", "exec"), {})
+        exec(compile(block, str(SCHEDULES_PAGE), "exec"), {})
 
 
 # -- names in the text -----------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_engine_joins_the_listed_objects() -> None:
 
 def test_costs_file_is_documented_with_its_keys() -> None:
     (shown,) = re.findall(
-        r"```json\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.DOTALL
+        r"```json\n(.*?)```", (ROOT / "docs" / "reference" / "costs-file.md").read_text(), re.DOTALL
     )
     profile = Profile(
         layers=(LayerCost(1, 1, 1),),
@@ -212,7 +214,7 @@ def test_every_dynamic_case_is_named(page: str) -> None:
     assert all(named.get(case, case).replace("_", " ") in text for case in CASES_OF_DYNAMISM)
 
 
-# -- the formulas of docs/schedules.md -------------------------------------------------------------
+# -- the formulas of docs/reference/schedules.md ---------------------------------------------------
 
 CASES = list(product((2, 3, 5, 8), (1, 2, 3), ((1, 1, 1), (4, 5, 3), (5, 4, 3), (8, 9, 2))))
 

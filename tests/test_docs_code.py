@@ -40,6 +40,7 @@ pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
+REFERENCE = ROOT / "docs" / "reference"
 CASES = sorted(
     {*(ROOT / "docs" / "cases").glob("*.md"), *(ROOT / "dynmo" / "cases").glob("*/README.md")}
     - {ROOT / "docs" / "cases" / "index.md"}
@@ -49,12 +50,11 @@ PAGES = [
     TUTORIAL,
     *CASES,
     *sorted(HOW_TO.glob("*.md")),
-    ROOT / "docs" / "reference" / "python.md",
+    *(REFERENCE / name for name in ("python.md", "layers.md", "own-case.md")),
 ]
 OTHERS = {"transformers", "dynmo", "torch", "safetensors", "my_model"}
 WHOLE_TOML = [
     (ROOT / "README.md", ""),
-    (ROOT / "README.md", 'name = "first-run"'),
     (TUTORIAL, "# first.toml"),
     (TUTORIAL, "# run.toml"),
     (HOW_TO / "own-data.md", ""),
@@ -150,13 +150,8 @@ def test_tutorial_loop_resumes_from_its_checkpoint(folder: Path) -> None:
     assert ends[0] == ends[1]
 
 
-def test_own_data_loop_prints_its_losses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    exec(block(HOW_TO / "own-data.md", "python", "# own_data.py"), {})
-    assert re.fullmatch(r"(\d+\.\d+\n){5}", capsys.readouterr().out)
-
-
 def test_numbers_of_a_step_are_written(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    exec(block(HOW_TO / "own-data.md", "python", "# table.py"), {})
+    exec(block(REFERENCE / "python.md", "python", "# table.py"), {})
     assert re.fullmatch(r"\(\d+,\) [\d.]+ None\n", capsys.readouterr().out)
     assert len((folder / "numbers.csv").read_text().splitlines()) == 2
 
@@ -180,7 +175,7 @@ def test_loader_example_saves_its_position(folder: Path, small_llama: Path) -> N
 
 def test_learning_rate_example_falls_to_zero(folder: Path) -> None:
     namespace: dict[str, Any] = {}
-    exec(block(ROOT / "docs" / "reference" / "python.md", "python"), namespace)
+    exec(block(REFERENCE / "python.md", "python"), namespace)
     assert namespace["pipeline"].optimizer.param_groups[0]["lr"] == pytest.approx(0)
 
 
@@ -313,7 +308,7 @@ def test_auxiliary_loss_reaches_every_layer() -> None:
             return y, y.square().mean() + auxiliary
 
     namespace: dict[str, Any] = {}
-    exec(block(HOW_TO / "own-model.md", "python", "# auxiliary loss"), namespace)
+    exec(block(REFERENCE / "layers.md", "python", "# auxiliary loss"), namespace)
     model = from_factories(
         "abc",
         [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)],
@@ -381,7 +376,7 @@ def test_contributed_model_is_built() -> None:
 
 def test_class_that_is_registered_leaves_its_weight_to_w() -> None:
     names: dict[str, Any] = {}
-    exec(block(HOW_TO / "own-model.md", "python", "# a class of your own whose W waits"), names)
+    exec(block(REFERENCE / "layers.md", "python", "# a class of your own whose W waits"), names)
     plain, own, tape = names["Scale"](4), names["Scale"](4), WeightTape()
     install(own, tape)
     tape.deferred = True

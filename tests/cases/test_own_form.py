@@ -42,7 +42,7 @@ def test_packed_layers_move_and_resume_on_other_ranks(pool: Pool, tmp_path: Path
 
 
 def shown() -> list[str]:
-    page = (ROOT / "docs" / "how-to" / "own-case.md").read_text()
+    page = (ROOT / "docs" / "reference" / "own-case.md").read_text()
     return re.findall(r"```python\n(.*?)```", page.partition("## Layers whose")[2], re.DOTALL)
 
 

@@ -1,6 +1,6 @@
 """One rank has the bits of a plain loop of torch, or a known reason for others.
 
-Other tests hold any number of ranks to one rank. docs/how-it-works.md has the reasons in a table.
+Other tests hold any number of ranks to one rank. docs/reference/plain-torch.md has the reasons.
 """
 
 from __future__ import annotations
