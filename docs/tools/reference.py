@@ -30,8 +30,7 @@ from dynmo.schedule.catalogue import SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGES = [
-    FOLDER / name
-    for name in ("configuration.md", "commands.md", "python.md", "other-trainers.md")
+    FOLDER / name for name in ("configuration.md", "commands.md", "python.md", "other-trainers.md")
 ]
 _TYPES: dict[object, str] = {
     bool: "boolean",
