@@ -5,7 +5,7 @@
                      launcher/asked/3   {"give_back": [2, 3]}   free what these processes had
                      launcher/told/1    {"kind": "released"..   what became of it
     in the folder    entered-4          host, Slurm step        process 4 runs
-                     failed-4.json                              why process 4 ended
+                     failed-4                                   why process 4 ended
 
 The launcher owns the store. A process reaches only the folder before it has loaded torch, and when
 the store is lost. The environment variable DYNMO_RENDEZVOUS names the folder.
@@ -13,26 +13,18 @@ the store is lost. The environment variable DYNMO_RENDEZVOUS names the folder.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from dynmo.elastic.manager import Report
 from dynmo.elastic.place import RankPlace
+from dynmo.files import write_whole
 
 # Errors of a store that is lost, damaged or full.
 LOST = (OSError, RuntimeError, ValueError)
-# Seconds that another process may hold the lock of the file.
-_LOCKED = 1.0
-# Bytes of the length before a key or a value in the file.
-_LENGTH = 4
 
 
 class Store(Protocol):
@@ -46,57 +38,23 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """The file of torch's `FileStore`, for processes without torch."""
+    """Keeps each value in a file of the launch folder, for processes without torch."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "store"
-        self._at = 0
-        self._values: dict[bytes, bytes] = {}
+        self._folder = folder
+
+    def _file(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
 
     def check(self, keys: list[str], /) -> bool:
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._at)
-            new, at = file.read(), 0
-            while (key := _part(new, at)) and (value := _part(new, at + len(key))):
-                self._values[key[_LENGTH:]] = value[_LENGTH:]
-                at += len(key) + len(value)
-            self._at += at
-        return all(_stored(key) in self._values for key in keys)
+        return all(self._file(key).exists() for key in keys)
 
     def get(self, key: str, /) -> bytes:
-        return self._values[_stored(key)]
+        return self._file(key).read_bytes()
 
     def set(self, key: str, value: str, /) -> None:
-        """Raises OSError if the file cannot be written, or another process keeps its lock."""
-        parts = (_stored(key), value.encode())
-        record = b"".join(len(part).to_bytes(_LENGTH, sys.byteorder) + part for part in parts)
-        with self._path.open("ab", buffering=0) as file:
-            _lock(file)
-            size = os.fstat(file.fileno()).st_size
-            if file.write(record) < len(record):
-                file.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _lock(file: IO[bytes]) -> None:
-    end = time.monotonic() + _LOCKED
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
-
-
-def _stored(key: str) -> bytes:
-    return f"/{key}".encode()
-
-
-def _part(text: bytes, at: int) -> bytes:
-    """Returns a key or a value with its length. Empty if the text ends within it."""
-    end = at + _LENGTH + int.from_bytes(text[at : at + _LENGTH], sys.byteorder)
-    return text[at:end] if at + _LENGTH <= len(text) and end <= len(text) else b""
+        """Raises OSError if the file cannot be written. No half of it stays."""
+        write_whole(self._file(key), value)
 
 
 class Messages:

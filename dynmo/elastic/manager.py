@@ -132,7 +132,3 @@ class Starter(Protocol):
             RunError: Nothing was given back. The message is one line with the manager's words.
         """
         ...
-
-    def close(self) -> None:
-        """Frees the starter's own resources. Called after all processes have ended."""
-        ...

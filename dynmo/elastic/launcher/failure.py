@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dynmo.elastic.manager import RankProcess
 from dynmo.errors import InputError, Interrupted, RunError
 
 # The exit status of a rank that stopped on request. It is no failure, and other ranks may still
@@ -32,19 +33,6 @@ class Failure:
     trace: str = ""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The end of a rank's process.
-
-    Attributes:
-        code: Its exit status. None if it had to be killed.
-        reason: The resource manager's message.
-    """
-
-    code: int | None
-    reason: str = ""
-
-
 def read_failures(folder: Path, ranks: Sequence[int]) -> dict[int, Failure]:
     """Reads what each process has left in the launch folder about its failure.
 
@@ -62,28 +50,32 @@ def read_failures(folder: Path, ranks: Sequence[int]) -> dict[int, Failure]:
 
 
 def verdict(
-    endings: Mapping[int, Ending], reports: Mapping[int, Failure], log_folder: Path, asked: int
+    processes: Mapping[int, RankProcess],
+    reports: Mapping[int, Failure],
+    log_folder: Path,
+    asked: int,
 ) -> int:
-    """Judges a run whose ranks have ended."""
-    codes = [ending.code for ending in endings.values()]
+    """Judges a run whose ranks have ended. Those that still run must be killed."""
+    codes = {rank: process.poll() for rank, process in processes.items()}
     # A rank that was ended on request has not failed, and its peers' reports are consequences. Such
     # a rank was not training, or was asked twice. If one rank returned 130, all had agreed to stop,
     # and a late signal met the others on their way out.
     ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
-    ended = STOPPED not in codes and (not codes or any(code in ours for code in codes))
+    known = codes.values()
+    ended = STOPPED not in known and (not codes or any(code in ours for code in known))
     failures: dict[int, Failure] = {}
-    for rank, ending in endings.items():
+    for rank, code in codes.items():
         if rank in reports:
             if not (ended and reports[rank].weight > 1):
                 failures[rank] = reports[rank]
-        elif ending.code not in (None, 0, STOPPED) and ending.code not in ours:
-            how = how_it_ended(ending, log_folder / f"rank-{rank}.log", rank == 0)
+        elif code not in (None, 0, STOPPED) and code not in ours:
+            how = how_it_ended(processes[rank], log_folder / f"rank-{rank}.log", rank == 0)
             failures[rank] = Failure(1, 1, f"rank {rank} {how}")
     if failures:
         if not asked and all(failure.weight > 1 for failure in failures.values()):
             # The others have lost a rank that says nothing, such as one that a layer ended.
-            for rank, ending in endings.items():
-                if ending.code == 0 and rank not in reports:
+            for rank, code in codes.items():
+                if code == 0 and rank not in reports:
                     text = f"rank {rank} ended with status 0 before the run was over"
                     failures[rank] = Failure(1, 1, f"{text}, as if a layer called os._exit")
         cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
@@ -92,20 +84,20 @@ def verdict(
             error.add_note(f"The rank's own traceback:\n{cause.trace}")
         raise error
     if not ended:
-        return STOPPED if STOPPED in codes else 0
+        return STOPPED if STOPPED in known else 0
     if asked > 1:
         raise Interrupted("interrupted twice, so the ranks were ended at once")
-    if None in codes:
+    if None in known:
         raise Interrupted("interrupted; not every rank came to a stop in time, so they were ended")
     raise Interrupted("interrupted while starting or finishing")
 
 
-def how_it_ended(ending: Ending, log: Path, on_terminal: bool = False) -> str:
+def how_it_ended(process: RankProcess, log: Path, on_terminal: bool = False) -> str:
     """Describes the end of a process without a report, such as "was ended by SIGABRT"."""
-    code = ending.code
+    code = process.poll()
     assert code is not None
-    if ending.reason:
-        return f"ended with status {code}: {ending.reason}"
+    if reason := process.reason():
+        return f"ended with status {code}: {reason}"
     if code == -signal.SIGKILL:
         return "was ended by SIGKILL; out of memory?"
     if code < 0:

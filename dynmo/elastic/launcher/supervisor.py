@@ -21,11 +21,10 @@ import json
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -33,14 +32,14 @@ from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
 from dynmo.elastic.launcher.failure import (
     STOPPED,
-    Ending,
     Failure,
     how_it_ended,
     read_failures,
     verdict,
 )
-from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report, Starter
+from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
+from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
 
 # Seconds that the other ranks get after a failure, to find out for themselves and say why.
@@ -48,7 +47,7 @@ _GRACE = 3.0
 _GRACE_WHEN_HUNG = 0.3
 # Seconds between two looks at the processes, and for messages.
 _TICK, _LOOK = 0.02, 0.2
-# Seconds that a newcomer, or a thread that gives resources back, gets after the end of the run.
+# Seconds that a newcomer, or the thread that gives resources back, gets after the run's end.
 _LAST = 5.0
 # Ranks leave together, but one may take longer to end. The others are given back after these
 # seconds.
@@ -74,8 +73,7 @@ def spawn(
         size: The number of ranks at the start.
         threads: Threads of each rank.
         log_folder: Takes `rank-N.log`.
-        starter: Starts the processes, and is closed at the end. None starts children on this
-            machine.
+        starter: Starts the processes. None starts children on this machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
             removed at the end. None means a temporary folder.
         rendezvous_file: The file that says where the ranks meet. The caller removes it before and
@@ -98,10 +96,11 @@ def spawn(
             "machines with torchrun or Slurm"
         )
     starter = LocalStarter() if starter is None else starter
-    with contextlib.closing(starter), _launch_folder(folder) as path, _signals() as asked:
+    with _launch_folder(folder) as path, _signals() as asked:
         run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
-            run.start_ranks()
+            for _ in range(size):
+                run.start()
             run.watch(FolderStore(path) if open_store is None else open_store())
             return run.verdict()
         finally:
@@ -151,7 +150,7 @@ class _Process:
     Attributes:
         number: The launcher's number.
         was_rank: Whether it has ever been a rank of the run.
-        told: Number of stop signals that were passed on.
+        asked: Whether it was asked to stop.
         entered: Whether rank 0 was told that the newcomer runs.
         ended: Whether its end outside of the run was seen.
     """
@@ -160,17 +159,18 @@ class _Process:
     handle: RankProcess
     was_rank: bool
     started: float
-    told: int = 0
-    entered: bool = False
+    entered: bool
+    asked: bool = False
     ended: bool = False
 
     @property
     def code(self) -> int | None:
         return self.handle.poll()
 
-    @property
-    def ending(self) -> Ending:
-        return Ending(self.code, self.handle.reason())
+    def ask_to_stop(self) -> None:
+        if not self.asked and self.code is None:
+            self.asked = True
+            self.handle.send_signal(signal.SIGTERM)
 
 
 @dataclass
@@ -189,17 +189,12 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._processes: list[_Process] = []
         self._ranks: list[_Process] = []  # in order of ranks
-        # Processes that leave together, and when the first of them had ended.
-        self._leaving: list[tuple[list[_Process], list[float]]] = []
-        self._releases: list[threading.Thread] = []
-        self._reports = deque[Report]()
+        self._leaving: list[_Process] = []
+        self._leave_by = 0.0  # when those of them that have ended are given back at the latest
+        self._releases = ThreadedManager()
+        self._reports: list[Report] = []
 
-    def start_ranks(self) -> None:
-        for _ in range(self.size):
-            if not self.asked:
-                self._start(joins=False)
-
-    def _start(self, joins: bool) -> None:
+    def start(self, joins: bool = False) -> None:
         number = len(self._processes)
         env = process_environment(number, self.size, self.folder, self.threads)
         if self.rendezvous_file is not None:
@@ -223,14 +218,11 @@ class Supervisor:
             raise RunError(f"{name} {number} could not be started: {error}") from None
         process = _Process(number, handle, not joins, started, entered=not joins)
         self._processes.append(process)
-        self._ranks += [] if joins else [process]
+        if not joins:
+            self._ranks.append(process)
 
     def _log(self, number: int) -> Path:
         return self.log_folder / f"rank-{number}.log"
-
-    @property
-    def _rank_0_lives(self) -> bool:
-        return bool(self._ranks) and self._ranks[0].code is None
 
     @property
     def _outside(self) -> list[_Process]:
@@ -240,16 +232,17 @@ class Supervisor:
     def watch(self, store: Store) -> None:
         """Waits until all ranks have ended, or the grace after a failure is over.
 
-        After a signal the ranks finish their step and their files. A second signal kills them.
+        After a signal the ranks finish their step and their files. A second signal ends the wait.
         Ranks that others have waited for in vain get the short grace, because they hang and will
         not say why.
         """
         self._from_ranks, self._to_ranks = Messages(store, "asked"), Messages(store, "told")
         failed_at: float | None = None
         next_look = 0.0
-        while True:
+        while len(self.asked) < 2:
             now = time.monotonic()
-            self._pass_on_signals()
+            for process in self._processes if self.asked else ():
+                process.ask_to_stop()
             if now >= next_look:
                 self._look()
                 next_look = now + _LOOK
@@ -257,7 +250,7 @@ class Supervisor:
             living = {number for number, code in codes.items() if code is None}
             if not living:
                 return
-            if self._rank_0_lives:
+            if self._ranks[0].number in living:
                 self._give_back_ended(now)
             else:
                 self._dismiss()
@@ -276,15 +269,6 @@ class Supervisor:
     def _failures(self) -> dict[int, Failure]:
         return read_failures(self.folder, [process.number for process in self._ranks])
 
-    def _pass_on_signals(self) -> None:
-        for process in self._processes:
-            while process.told < min(len(self.asked), 2):
-                process.told += 1
-                if process.code is None and process.told == 1:
-                    process.handle.send_signal(signal.SIGTERM)
-                elif process.code is None:
-                    process.handle.kill()
-
     # -- talking to rank 0 -------------------------------------------------------------------------
 
     def _look(self) -> None:
@@ -301,16 +285,17 @@ class Supervisor:
             seconds = time.monotonic() - process.started
             if not process.entered and f"entered-{process.number}" in names:
                 process.entered = True
-                entered = self.folder / f"entered-{process.number}"
-                host = json.loads(entered.read_text("utf-8")).get("host", "its machine")
-                self._tell("started", f"process {process.number} runs on {host}", 1, seconds)
+                host = json.loads((self.folder / f"entered-{process.number}").read_text())["host"]
+                what = f"process {process.number} runs on {host}"
+                self._reports.append(Report("started", what, 1, seconds))
             if process not in self._ranks and not process.ended and process in ended:
                 process.ended = True
                 self._tell_end(process, seconds)
+        self._reports += self._releases.watch()
         with contextlib.suppress(*LOST):  # a full disk, or the run is over
             while self._reports:
                 self._to_ranks.send(asdict(self._reports[0]))
-                self._reports.popleft()
+                del self._reports[0]
 
     def _hear(
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
@@ -321,68 +306,50 @@ class Supervisor:
             self._ranks = [known[number] for number in ranks if number in known]
         for process in self._ranks:
             process.was_rank = True
-        self._leaving.append(([known[number] for number in give_back if number in known], []))
-        for _ in range(start * self._rank_0_lives):
+        self._leaving += [known[number] for number in give_back if number in known]
+        for _ in range(start if self._ranks[0].code is None else 0):
             try:
-                self._start(joins=True)
+                self.start(joins=True)
             except RunError as error:
-                self._tell("failed", str(error), 1, 0.0)
+                self._reports.append(Report("failed", str(error), 1))
 
     def _tell_end(self, process: _Process, seconds: float) -> None:
         """Tells rank 0 of a newcomer that did not join, or of a rank that failed after it left."""
-        ending = process.ending
-        if process.was_rank and ending.code in (0, STOPPED):
+        if process.was_rank and process.code in (0, STOPPED):
             return
         failure = self._failures().get(process.number)
-        how = how_it_ended(ending, self._log(process.number))
+        how = how_it_ended(process.handle, self._log(process.number))
         why = how if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if process.was_rank else "did not join: it"
+        what = f"process {process.number} {what} {why}"
         # A rank that has left was not asked for.
-        ranks = int(not process.was_rank)
-        self._tell("failed", f"process {process.number} {what} {why}", ranks, seconds)
-
-    def _tell(self, kind: Kind, what: str, ranks: int, seconds: float) -> None:
-        self._reports.append(Report(kind, " ".join(what.split()), ranks, round(seconds, 3)))
+        self._reports.append(Report("failed", what, int(not process.was_rank), seconds))
 
     def _give_back_ended(self, now: float) -> None:
         """Gives back the resources of processes that have left and ended."""
-        for leaving, since in self._leaving:
-            ended = [process for process in leaving if process.code is not None]
-            since += [now] * bool(ended)
-            if ended and (len(ended) == len(leaving) or now - since[0] > _LEAVE_TOGETHER):
-                leaving[:] = [process for process in leaving if process not in ended]
-                handles = [process.handle for process in ended]
-                thread = threading.Thread(target=self._give_back, args=(handles,), daemon=True)
-                self._releases.append(thread)
-                thread.start()
-
-    def _give_back(self, handles: Sequence[RankProcess]) -> None:
-        begin = time.monotonic()
-        kind: Kind = "released"
-        try:
-            what = self.starter.give_back(handles)
-        except RunError as error:
-            kind, what = "failed", str(error)
-        self._tell(kind, what, len(handles), time.monotonic() - begin)
+        ended = [process for process in self._leaving if process.code is not None]
+        if not ended:
+            self._leave_by = now + _LEAVE_TOGETHER
+        elif len(ended) == len(self._leaving) or now > self._leave_by:
+            self._leaving = [process for process in self._leaving if process not in ended]
+            handles = [process.handle for process in ended]
+            self._releases.submit("released", len(ended), partial(self.starter.give_back, handles))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _dismiss(self) -> None:
         """Asks processes outside of the run to end, because it is over."""
         for process in self._outside:
-            if not process.told and process.code is None:
-                process.told = 1
-                process.handle.send_signal(signal.SIGTERM)
+            process.ask_to_stop()
 
     def verdict(self) -> int:
         self._look()
-        endings = {process.number: process.ending for process in self._ranks}
-        return verdict(endings, self._failures(), self.log_folder, len(self.asked))
+        ranks = {process.number: process.handle for process in self._ranks}
+        return verdict(ranks, self._failures(), self.log_folder, len(self.asked))
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
-        with contextlib.suppress(OSError):
-            self._dismiss()
+        self._dismiss()
         end = time.monotonic() + _LAST
         while any(p.code is None for p in self._outside) and time.monotonic() < end:
             if len(self.asked) > 1:
@@ -393,5 +360,4 @@ class Supervisor:
             handle.kill()
         for handle in living:
             handle.wait()
-        for thread in self._releases:
-            thread.join(max(0.0, end - time.monotonic()))
+        self._releases.close(max(0.0, end - time.monotonic()))

@@ -73,11 +73,11 @@ class CommandManager(ThreadedManager):
             )
 
     def start(self, count: int) -> None:
-        self._submit("started", count, lambda: self._run(_START, DYNMO_COUNT=str(count)))
+        self.submit("started", count, lambda: self._run(_START, DYNMO_COUNT=str(count)))
 
     def give_back(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> None:
         told = {"DYNMO_LEFT": _as_json(left), "DYNMO_STAY": _as_json(stay)}
-        self._submit("released", len(left), lambda: self._run(_GIVE_BACK, **told))
+        self.submit("released", len(left), lambda: self._run(_GIVE_BACK, **told))
 
     def _run(self, key: str, **variables: str) -> str:
         command = self._commands[key]

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynmo.elastic.managers.threaded import ThreadedManager, shorten
@@ -38,12 +38,9 @@ _ADVICE = {
     -1: "the API server at {host} does not answer ({said}); {by_hand}",
     0: "no TLS connection to the API server ({said}); see the kubeconfig",
     401: "the API server rejects the credentials ({said}); renew them",
-    403: "the API server forbids it ({said}); let the pod's service account do it as in "
-    "examples/kubernetes/rbac.yaml",
-    404: "there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in "
-    "examples/kubernetes/job.yaml",
-    422: "job {name} cannot change so ({said}); it needs completionMode: Indexed and "
-    "parallelism = completions",
+    403: "the API server forbids it ({said}); apply examples/kubernetes/rbac.yaml",
+    404: "there is no job {name} ({said}); correct JOB_NAME and POD_NAMESPACE",
+    422: "job {name} cannot change so ({said}); it needs completionMode: Indexed as in job.yaml",
 }
 _OTHER = "the API server answers {status} ({said}); {by_hand}"
 
@@ -64,8 +61,8 @@ class KubernetesManager(ThreadedManager):
     def check(self) -> None:
         """Checks for the client, the job's name and the credentials. Calls no server."""
         client = _client()
-        for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
-            if not value:
+        for variable in ("POD_NAMESPACE", "JOB_NAME"):
+            if not os.environ.get(variable):
                 raise ConfigError(
                     f'elastic.releaser = "kubernetes" needs {variable}: set it in the '
                     "pod as in examples/kubernetes/job.yaml"
@@ -73,22 +70,22 @@ class KubernetesManager(ThreadedManager):
         _credentials(client)
 
     def start(self, count: int) -> None:
-        self._submit("started", count, lambda: self._grow(count))
+        self.submit("started", count, lambda: self._grow(count))
 
     def give_back(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> None:
-        self._submit("released", len(left), lambda: self._shrink(left, stay))
+        self.submit("released", len(left), lambda: self._shrink(left, stay))
 
     def _grow(self, more: int) -> str:
-        with self._change(f"parallelism = completions = now + {more}"):
-            spec = self._read_job().spec
-            count = int(spec.parallelism) + more
-            if not self._is_elastic and count > (spec.completions or count):
-                raise RunError(
-                    f"job {self._name} can have at most {spec.completions} pods; Kubernetes "
-                    "can raise spec.completions from 1.27 on"
-                )
-            self._patch(count)
-            self._wait(lambda active, ready, ending: ready >= count, gives_way=True)
+        self._connect()
+        spec = self._read_job().spec
+        count = int(spec.parallelism) + more
+        if not self._is_elastic and count > (spec.completions or count):
+            raise RunError(
+                f"job {self._name} can have at most {spec.completions} pods; Kubernetes "
+                "can raise spec.completions from 1.27 on"
+            )
+        self._patch(count)
+        self._wait(lambda active, ready, ending: ready >= count, gives_way=True)
         return f"job {self._name} has {count} pods, {more} of them new"
 
     def _shrink(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> str:
@@ -100,39 +97,31 @@ class KubernetesManager(ThreadedManager):
                     f"job {self._name} cannot give pods back: {place.host} would go, but its rank "
                     f"{place.rank} stays; the ranks that stay must be the lowest pods"
                 )
-        with self._change(f"parallelism = completions = {count}"):
-            for pod in self._find_pods(left):
-                self._ask(self._core.delete_namespaced_pod, pod, self._namespace, gone=True)
-            self._patch(count)
-            # A pod that ends only after the next growth would count for its old index.
-            self._wait(
-                lambda active, ready, ending: (
-                    active <= count and not ending and not self._find_pods(left)
-                )
+        self._connect()
+        for pod in self._find_pods(left):
+            self._ask(self._core.delete_namespaced_pod, pod, self._namespace)
+        self._patch(count)
+        # A pod that ends only after the next growth would count for its old index.
+        self._wait(
+            lambda active, ready, ending: (
+                active <= count and not ending and not self._find_pods(left)
             )
+        )
         return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
 
-    @contextlib.contextmanager
-    def _change(self, wanted: str) -> Generator[None]:
-        """Connects for one change. Connects anew each time: tokens expire, connections break."""
+    def _connect(self) -> None:
+        """Connects for one change, since tokens expire and connections break."""
         client = _client()
         self._deadline = time.monotonic() + self._timeout
-        self._by_hand = (
-            f"kubectl -n {self._namespace} edit job {self._job} can set {wanted} by hand"
-        )
-        with client.ApiClient(_credentials(client)) as connection:
-            self._batch = client.BatchV1Api(connection)
-            self._core = client.CoreV1Api(connection)
-            version = self._ask(client.VersionApi(connection).get_code)
-            numbers = (re.sub(r"\D.*", "", each) for each in (version.major, version.minor))
-            self._is_elastic = tuple(int(number or 0) for number in numbers) >= (1, 27)
-            yield
+        connection = client.ApiClient(_credentials(client))
+        self._batch = client.BatchV1Api(connection)
+        self._core = client.CoreV1Api(connection)
+        version = self._ask(client.VersionApi(connection).get_code)
+        numbers = (re.sub(r"\D.*", "", each) for each in (version.major, version.minor))
+        self._is_elastic = tuple(int(number or 0) for number in numbers) >= (1, 27)
 
-    def _ask(self, call: Any, *arguments: Any, gone: bool = False, **named: Any) -> Any:
+    def _ask(self, call: Any, *arguments: Any, **named: Any) -> Any:
         """Calls the API server, again and again while it is out of reach or busy.
-
-        Args:
-            gone: Whether the object of the call may be gone.
 
         Raises:
             RunError: The call failed. One line says what to do.
@@ -145,14 +134,14 @@ class KubernetesManager(ThreadedManager):
                 status, said = int(error.status or 0), _message(error)
             except (unreachable, OSError) as error:
                 status, said = -1, shorten(error)
-            if gone and status == 404:
-                return None
+            if status == 404 and call == self._core.delete_namespaced_pod:
+                return None  # it is gone
             busy = status in (-1, 409, 429) or status >= 500
             if not busy or time.monotonic() >= self._deadline:
-                host, name = call.__self__.api_client.configuration.host, self._name
-                known = {"status": status, "said": said, "host": host, "name": name}
-                line = _ADVICE.get(status, _OTHER).format(by_hand=self._by_hand, **known)
-                raise RunError(line)
+                known = {"status": status, "said": said, "name": self._name}
+                known["host"] = call.__self__.api_client.configuration.host
+                known["by_hand"] = f"kubectl -n {self._namespace} edit job {self._job} works by hand"
+                raise RunError(_ADVICE.get(status, _OTHER).format(**known))
             self._pause()
 
     def _read_job(self) -> Any:
@@ -170,11 +159,8 @@ class KubernetesManager(ThreadedManager):
         names = {place.node for place in places} | {_short_host(place) for place in places}
         of_job = f"job-name={self._job}"
         listed = self._ask(self._core.list_namespaced_pod, self._namespace, label_selector=of_job)
-        return [
-            pod.metadata.name
-            for pod in listed.items
-            if pod.metadata.name in names or pod.spec.hostname in names
-        ]
+        pods = {pod.metadata.name: pod.spec.hostname for pod in listed.items}
+        return [name for name, host in pods.items() if names & {name, host}]
 
     def _wait(self, is_done: Callable[[int, int, int], bool], gives_way: bool = False) -> None:
         """Waits until the job has the wanted pods."""
@@ -182,18 +168,16 @@ class KubernetesManager(ThreadedManager):
             status = self._read_job().status
             active = status.active or 0
             # Servers before 1.24 do not count ready pods, and those before 1.29 no ending ones.
-            ready, ending = (
-                active if status.ready is None else status.ready,
-                status.terminating or 0,
-            )
+            ready = active if status.ready is None else status.ready
+            ending = status.terminating or 0
             if is_done(active, ready, ending):
                 return
-            state = f"{active} pods are active, {ready} ready, {ending} ending"
             is_late = time.monotonic() >= self._deadline
             if is_late or (gives_way and self._has_more):
                 see = f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
                 late = f" after {self._timeout:g} s; see {see}"
                 why = late if is_late else "; a newer change goes first"
+                state = f"{active} pods are active, {ready} ready, {ending} ending"
                 raise RunError(f"job {self._name} is patched, but {state}{why}")
             self._pause()
 

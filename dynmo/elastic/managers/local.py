@@ -51,9 +51,6 @@ class LocalStarter:
         what = "1 process" if count == 1 else f"{count} processes"
         return f"{what} of this machine ended; memory and device are free"
 
-    def close(self) -> None:
-        pass
-
 
 def local_environment() -> dict[str, str]:
     """Returns the further variables of a process on the launcher's own machine."""

@@ -35,7 +35,6 @@ class RankActor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked: list[int] = []
 
     def run(
         self, command: Sequence[str], env: Mapping[str, str], folder: str, out: str, err: str
@@ -51,14 +50,10 @@ class RankActor:
             self._process = subprocess.Popen(
                 command, stdin=none, stdout=stdout, stderr=stderr, env=env, cwd=folder
             )
-        for number in self._asked:
-            self._process.send_signal(number)
         return self._process.wait()
 
     def signal(self, number: int) -> None:
-        if self._process is None:
-            self._asked.append(number)
-        else:
+        if self._process is not None:  # the rank has entered the run, so there is one
             self._process.send_signal(number)
 
 
@@ -167,9 +162,4 @@ class RayStarter:
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         # The thread of each process has removed its actor and its placement group.
         count = len(processes)
-        what = "1 actor and its placement group" if count == 1 else f"{count} actors and their"
-        group = "" if count == 1 else " placement groups"
-        return f"Ray removed {what}{group}: {count} {self._kind} free"
-
-    def close(self) -> None:
-        self._ray.shutdown()
+        return f"Ray removed {count} placement group{'s' * (count > 1)}: {count} {self._kind} free"

@@ -1,4 +1,4 @@
-"""What rank 0's managers share: calls that run one after another, beside the training."""
+"""What managers share: calls that run one after another, beside the training or the launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ThreadedManager:
     A call that raises an exception gives a "failed" report. Nothing is raised in the training.
     """
 
-    name: str
+    name = "launcher"
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
@@ -31,7 +31,7 @@ class ThreadedManager:
             target=self._work, name=f"dynmo-{self.name}-manager", daemon=True
         )
 
-    def _submit(self, kind: Kind, ranks: int, call: Callable[[], str]) -> None:
+    def submit(self, kind: Kind, ranks: int, call: Callable[[], str]) -> None:
         if self._closed:
             self._reports.put(Report("failed", "the run has ended", ranks))
             return

@@ -6,7 +6,6 @@ A script gets its process and yields to let time pass. It returns the exit statu
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -14,8 +13,9 @@ from unittest import mock
 from dynmo.elastic.launch import FolderStore, LauncherManager
 from dynmo.elastic.launcher import supervisor
 from dynmo.elastic.launcher.rank_side import report_failure
-from dynmo.elastic.manager import RankCommand, RankProcess
+from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report
 from dynmo.elastic.managers.local import LocalStarter
+from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.elastic.place import RankPlace
 
 Steps = Generator[None, None, "int | None"]
@@ -102,6 +102,13 @@ def _places(processes: Sequence[int]) -> list[RankPlace]:
     return [RankPlace(rank, "host", 0, process=each) for rank, each in enumerate(processes)]
 
 
+class AtOnce(ThreadedManager):
+    """Gives resources back without a thread."""
+
+    def submit(self, kind: Kind, ranks: int, call: Callable[[], str]) -> None:
+        self._reports.put(Report(kind, call(), ranks))
+
+
 class EmulatedRun(LocalStarter):
     """Starts emulated processes. It is the launcher's clock, too."""
 
@@ -110,7 +117,6 @@ class EmulatedRun(LocalStarter):
         self.processes: list[EmulatedProcess] = []
         self._scripts = [*scripts]
         self._join = join
-        self._others = {*threading.enumerate()}
         self.now = 0.0
 
     def start(self, rank: RankCommand) -> RankProcess:
@@ -125,13 +131,11 @@ class EmulatedRun(LocalStarter):
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         assert self.now < 1000, "the run does not end"
-        for thread in {*threading.enumerate()} - self._others:  # it tells of a release
-            thread.join()
         for process in self.processes:
             process.go_on()
 
     def launch(self, folder: Path) -> int:
-        with mock.patch.object(supervisor, "time", self):
+        with mock.patch.multiple(supervisor, time=self, ThreadedManager=AtOnce):
             return supervisor.spawn(["rank"], len(self._scripts), 1, folder, self)
 
 

@@ -295,7 +295,7 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Conn
     ("method", "status", "word"),
     [
         ("GET", 401, "credentials"),
-        ("GET", 403, "service account"),
+        ("GET", 403, "rbac.yaml"),
         ("PATCH", 403, "forbids"),
         ("GET", 404, "JOB_NAME"),
         ("PATCH", 422, "completionMode: Indexed"),
@@ -339,7 +339,7 @@ def test_missing_server_gives_a_one_line_error(connect: Connect) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     manager = connect(url, timeout=0.1)
     release_last(manager)
-    one(manager, "failed", 1, url, "parallelism = completions = 3")
+    one(manager, "failed", 1, url, "kubectl -n training edit job run")
 
 
 def test_pending_pods_stay_requested(fake: FakeKubernetes, connect: Connect) -> None:

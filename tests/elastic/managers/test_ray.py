@@ -89,8 +89,7 @@ heard("done")
     (tmp_path / "end").touch()
     assert end(other)[::2] == (0, "")
     assert end(process) == (0, "result\n", "")
-    released = "released 2: Ray removed 2 actors and their placement groups: 2 GPU free"
-    assert reports_of(tmp_path)[0] == released
+    assert reports_of(tmp_path)[0] == "released 2: Ray removed 2 placement groups: 2 GPU free"
     assert sorted(line.partition(" runs")[0] for line in reports_of(tmp_path)[1:]) == [
         "started 1: process 4",
         "started 1: process 5",

@@ -6,6 +6,7 @@ Other jobs use the released nodes. New ranks join as jobs.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.elastic.managers.slurm import SlurmStarter, own_job_environment, split_lines
+from dynmo.elastic.manager import RankCommand
+from dynmo.elastic.managers.slurm import SlurmProcess, SlurmStarter, own_job_environment
 from dynmo.errors import ConfigError
 from tests.elastic.run_launcher import (
     LENDS_TWO,
@@ -224,7 +226,7 @@ def test_missing_slurm_gives_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--launcher slurm: Slurm is not installed"):
+    with pytest.raises(ConfigError, match=r"--launcher slurm: .*'scontrol'; leave out"):
         SlurmStarter(2, tmp_path)
 
 
@@ -236,10 +238,10 @@ def test_unreachable_controller_gives_a_one_line_error(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ConfigError, match=r"no configuration$"):
+    with pytest.raises(ConfigError, match=r"no configuration; leave out"):
         SlurmStarter(2, tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    with pytest.raises(ConfigError, match=r"job 5: .*: no configuration$"):
+    with pytest.raises(ConfigError, match=r"job 5: .*: no configuration; leave out"):
         SlurmStarter(2, tmp_path)
 
 
@@ -251,18 +253,21 @@ def test_separate_job_drops_variables_of_the_allocation() -> None:
     assert own_job_environment(kept | devices) == kept | devices, "they are the user's"
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_lines_of_srun_are_split_from_lines_of_a_rank(size: int) -> None:
-    """The bytes may arrive in chunks of any size."""
-    rank = b"step 1\rstep 2\nsrun is a word\nlast srun: "
-    text = b"srun: error: no\nstep 1\rstep 2\nslurmstepd: error: 2\n"
-    text += b"srun is a word\nlast srun: "
-    pieces = [*split_lines(text[at : at + size] for at in range(0, len(text), size))]
-    assert b"".join(piece for own, piece in pieces if not own) == rank
-    srun = [piece for own, piece in pieces if own]
-    assert srun == [b"srun: error: no\n", b"slurmstepd: error: 2\n"]
-
-
-def test_unfinished_line_of_a_rank_is_passed_on_at_once() -> None:
-    """A progress line has no newline."""
-    assert next(split_lines(iter([b"step 1", b"more"]))) == (False, b"step 1")
+def test_lines_of_srun_are_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rank's own lines are, and unfinished ones at once."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/sh\nprintf 'srun: error: no\\nsrun: a note\\nstep 1\\rstep 2\\n' >&2\n"
+        "printf 'slurmstepd-n1: error: 2\\nsrun: error: n1: task 0: Killed\\nlast' >&2\nexit 137\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    log = tmp_path / "rank-1.log"
+    rank = RankCommand(1, ["rank"], {}, log, tmp_path / "entered-1")
+    with SlurmProcess(rank, [], dict(os.environ), None) as process:
+        assert process.wait(20) == 137
+        assert process.poll() == -9
+        assert process.reason() == "no; 2"
+    assert log.read_text() == "step 1\rstep 2\nlast"
