@@ -25,8 +25,6 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.elastic.place import RankPlace, own_place
 from dynmo.errors import ConfigError, DynmoError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
-from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.error_text import reason
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import Forged, SignedStore
 from dynmo.runtime.comm.store import (
@@ -36,6 +34,7 @@ from dynmo.runtime.comm.store import (
     open_rendezvous,
     read_rendezvous,
 )
+from dynmo.runtime.comm.waits import call_with_limit, reason
 
 _logger = logging.getLogger(__name__)
 

@@ -23,11 +23,10 @@ from dynmo.errors import RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
-from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.error_text import reason
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import Forged
 from dynmo.runtime.comm.store import LOST, no_answer
+from dynmo.runtime.comm.waits import call_with_limit, reason
 
 # Seconds between two looks for newcomers, of the run and of its thread.
 _LOOK, _READ = 0.25, 0.1

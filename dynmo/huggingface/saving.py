@@ -16,7 +16,7 @@ from dynmo.huggingface.saved_form import type_of
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.model import Model
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.comm.attempt import Attempt
+from dynmo.runtime.comm.agreement import Attempt
 from dynmo.runtime.state.exact_state import exact_state
 from dynmo.runtime.state.layer_store import LayerStore
 

@@ -13,8 +13,8 @@ from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.spread_groups import SpreadGroups
 

@@ -71,10 +71,10 @@ from dynmo.pipeline.whole_model import WholeModel
 from dynmo.plan.options import Balance, BalancerName, Elastic
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.meeting import Meeting, meeting_of
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.setup_lines import said_while
+from dynmo.runtime.comm.waits import ranks_text
+from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord

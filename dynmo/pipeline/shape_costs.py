@@ -31,7 +31,7 @@ from dynmo.plan.partition import Partition, RecomputeRule
 from dynmo.plan.problem import Problem, Work
 from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.engine.peak_memory import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import Cutter, token_pieces_of

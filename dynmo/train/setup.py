@@ -24,10 +24,10 @@ from dynmo.models.model import Model
 from dynmo.options import find_own, value_text
 from dynmo.pipeline.case_registry import from_class
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
+from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.train.samples import open_batches
 from dynmo.train.text import check_tokens

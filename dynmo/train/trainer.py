@@ -22,7 +22,7 @@ from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures, share_texts
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.setup_lines import said_while
+from dynmo.runtime.comm.worker import said_while
 from dynmo.train.loader import DataLoader
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.samples import loader_of

@@ -140,7 +140,9 @@ class KubernetesManager(ThreadedManager):
             if not busy or time.monotonic() >= self._deadline:
                 known = {"status": status, "said": said, "name": self._name}
                 known["host"] = call.__self__.api_client.configuration.host
-                known["by_hand"] = f"kubectl -n {self._namespace} edit job {self._job} works by hand"
+                known["by_hand"] = (
+                    f"kubectl -n {self._namespace} edit job {self._job} works by hand"
+                )
                 raise RunError(_ADVICE.get(status, _OTHER).format(**known))
             self._pause()
 

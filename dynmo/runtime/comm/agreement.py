@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from dynmo.errors import RunError
-from dynmo.runtime.comm.error_text import first_line
+from dynmo.runtime.comm.waits import first_line
 from dynmo.runtime.comm.world import World
 
 # Most letters of a rank's reason for a failure that the others get.
@@ -96,3 +99,36 @@ def share_texts(world: World, text: str, what: str) -> list[str]:
     padded = bytearray(own.ljust(max(sizes) or 1, b"\0"))
     table = everyone.gather(torch.frombuffer(padded, dtype=torch.uint8), what)
     return [row.numpy().tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]
+
+
+class Attempt:
+    """The parts that ranks write of a folder.
+
+    Args:
+        partial: The folder until it is complete. It is removed if a rank fails.
+        untouched: What the failure leaves as it was, for the error.
+    """
+
+    def __init__(self, world: World, partial: Path, untouched: str) -> None:
+        self._world, self._partial, self._untouched = world, partial, untouched
+        self._failure: Exception | None = None
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Runs one part. Keeps its error for `agree`, and later parts may fail as well."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def agree(self, what: str) -> None:
+        """Raises RunError on every rank if a part failed on any."""
+        failures = share_failures(self._world, self._failure, what)
+        if not failures:
+            return
+        if self._world.everyone.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
+        raise RunError(
+            f"{self._partial} could not be written ({why}); {self._untouched}"
+        ) from self._failure

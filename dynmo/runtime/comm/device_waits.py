@@ -12,9 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 POLL = 5e-5  # seconds between two looks at the device
 
@@ -78,3 +81,24 @@ class WaitLimit:
 
     def renew(self) -> None:
         self._dry = None
+
+
+class StagedReceive(dist.Work):
+    """A receive into host memory, since gloo has no CUDA tensors.
+
+        sender     device --copy--> host --gloo--> host --copy--> device     receiver
+
+    `wait` waits for the message, and copies it to its target on the current stream.
+    """
+
+    def __init__(self, work: dist.Work, host: Tensor, target: Tensor) -> None:
+        super().__init__()
+        self._work, self._host, self._target = work, host, target
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._target.copy_(self._host)
+        return True

@@ -30,20 +30,19 @@ from dynmo.errors import (
     place,
 )
 from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
-from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.device_waits import DeviceWaits
-from dynmo.runtime.comm.error_text import first_line
 from dynmo.runtime.comm.process_groups import (
+    TRIES,
     drop_group,
     form_default_group,
     form_group_within,
     leave_default_group,
     try_groups,
 )
-from dynmo.runtime.comm.proof import TRIES
 from dynmo.runtime.comm.rendezvous import from_environment
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.store import token_of
+from dynmo.runtime.comm.waits import call_with_limit, first_line
 from dynmo.runtime.comm.world import World
 
 _logger = logging.getLogger(__name__)

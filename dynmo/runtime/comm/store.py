@@ -23,10 +23,9 @@ import torch.distributed as dist
 
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout, one_line
 from dynmo.files import write_whole
-from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.error_text import first_line, reason
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.comm.waits import call_with_limit, first_line, reason
 
 # Seconds that a wait may take beyond `parallel.timeout`, its own limit.
 _SLACK = 2.0

@@ -1,13 +1,19 @@
-"""A thread that does one kind of work beside the rank's own thread."""
+"""Threads beside the rank's own: one that works, and one that says what takes long."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 from dynmo.errors import DynmoError, RunError
-from dynmo.runtime.comm.error_text import clear_frames
+from dynmo.runtime.comm.waits import clear_frames
+
+_logger = logging.getLogger(__name__)
+EVERY = 10.0
 
 
 class Worker:
@@ -46,3 +52,24 @@ class Worker:
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.5)
+
+
+@contextmanager
+def said_while(rank: int, what: str, is_setup: bool = True) -> Generator[None]:
+    """Says every 10 s what this rank does, as part of its set-up."""
+    if not is_setup:
+        yield
+        return
+    over, start = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(EVERY):
+            _logger.warning(f"rank {rank} {what}: {time.monotonic() - start:.0f} s so far")
+
+    thread = threading.Thread(target=say, name="dynmo set-up", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -25,15 +25,13 @@ from torch import Tensor
 
 from dynmo.errors import InputError, PeerFailed, RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import set_group_timeout
-from dynmo.runtime.comm.deadline import call_with_limit
-from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
-from dynmo.runtime.comm.error_text import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.device_waits import POLL, DeviceWaits, StagedReceive
 from dynmo.runtime.comm.headers import TAG_SUMS
 from dynmo.runtime.comm.process_groups import new_group
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.staged import StagedReceive
 from dynmo.runtime.comm.store import find_missing, find_present
 from dynmo.runtime.comm.tree import FEW, MOST, Tree
+from dynmo.runtime.comm.waits import LATE, call_with_limit, first_line, ranks_text, reason
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
 # ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.

@@ -27,9 +27,9 @@ from dynmo.models.loss import joined
 from dynmo.models.model import Model
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.comm.error_text import clear_frames
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.waits import clear_frames
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
     Hashes,

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
 from dynmo.kernels.packed_weight import conform, unknown_form
-from dynmo.runtime.comm.attempt import Attempt
+from dynmo.runtime.comm.agreement import Attempt
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.base_weights import base_of

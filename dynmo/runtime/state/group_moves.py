@@ -10,7 +10,7 @@ from torch import Tensor
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.runtime.comm.headers import as_bytes
-from dynmo.runtime.comm.sharers import Sharers
+from dynmo.runtime.comm.process_mesh import Sharers
 
 Linears = Mapping[str, GroupedLinear]
 """The grouped linears of a layer, by path."""

@@ -30,9 +30,9 @@ from dynmo.models.model import Model, named_tensors
 from dynmo.plan.partition import Layout, Move
 from dynmo.runtime.comm.agreement import first_difference, share_failures
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.error_text import ranks_text
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.census import follow_hooks, hooks_of

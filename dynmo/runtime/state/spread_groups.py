@@ -21,7 +21,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.group_placement import GroupPlacement, even_placement
 from dynmo.models.spreads import Spreads
-from dynmo.runtime.comm.sharers import Sharers
+from dynmo.runtime.comm.process_mesh import Sharers
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import Share, cut
 from dynmo.runtime.optim.spread_reduction import SpreadWeight

@@ -253,9 +253,7 @@ def test_separate_job_drops_variables_of_the_allocation() -> None:
     assert own_job_environment(kept | devices) == kept | devices, "they are the user's"
 
 
-def test_lines_of_srun_are_not_passed_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lines_of_srun_are_not_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The rank's own lines are, and unfinished ones at once."""
     srun = tmp_path / "srun"
     srun.write_text(
@@ -270,4 +268,4 @@ def test_lines_of_srun_are_not_passed_on(
         assert process.wait(20) == 137
         assert process.poll() == -9
         assert process.reason() == "no; 2"
-    assert log.read_text() == "step 1\rstep 2\nlast"
+    assert log.read_bytes() == b"step 1\rstep 2\nlast"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.config.sections import TrainSection
-from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.engine.peak_memory import Watch
 from dynmo.runtime.optim import fused
 from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import (

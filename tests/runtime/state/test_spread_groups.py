@@ -17,8 +17,7 @@ from dynmo.models.group_placement import GroupPlacement, even_placement
 from dynmo.pipeline.options import PipelineOptions, grouped
 from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.sharers import Sharers
+from dynmo.runtime.comm.process_mesh import Sharers, arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.gradient_reduction import drop_missing

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import dynmo
-from dynmo.runtime.comm import setup_lines
-from dynmo.runtime.comm.setup_lines import said_while
+from dynmo.runtime.comm import worker
+from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.programs import Programs
 
 
 def test_rank_says_what_it_does(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup_lines, "EVERY", 0.01)
+    monkeypatch.setattr(worker, "EVERY", 0.01)
     with said_while(3, "reads its data"):
         while len(caplog.messages) < 2:
             time.sleep(0.01)
