@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from dynmo.runtime.comm import process_groups, proof
+from dynmo.runtime.comm import process_groups
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from tests.jobs import train
 from tests.pool import Pool
 from tests.runtime.jobs import error_of
 
-JOBS = "tests.runtime.comm.test_proof:"
+JOBS = "tests.runtime.comm.test_process_groups:"
 CONFIG = {
     "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
     "train": {"steps": 2, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
@@ -27,7 +27,7 @@ def with_stranger(
     world: Meeting, kind: str, config: dict[str, Any], groups: list[int], times: int
 ) -> list[Any]:
     """The last rank is a stranger in the first groups of these sizes. Then it is a rank again."""
-    real, left, lines = proof.prove, dict.fromkeys(groups, times), list[str]()
+    real, left, lines = process_groups.prove, dict.fromkeys(groups, times), list[str]()
 
     def prove(group: Any, rank: int, size: int, store: SignedStore, timeout: float) -> None:
         if world.rank == world.size - 1 and left.get(size):
@@ -42,7 +42,7 @@ def with_stranger(
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("dynmo.runtime.comm")
     logger.addHandler(handler)
-    patience = mock.patch.object(proof, "PATIENCE", 0.3 if kind == "silent" else 10)
+    patience = mock.patch.object(process_groups, "PATIENCE", 0.3 if kind == "silent" else 10)
     store = SignedStore(world.store, b"the token", "proof/")
     world.close()
     new = dict[str, Any]()
