@@ -38,7 +38,7 @@ from benchmarks.cost_traces import (
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.plan.bisection import exact
-from dynmo.plan.evaluate import roomy_caps
+from dynmo.plan.costs import roomy_caps
 from dynmo.plan.partition import Partition, uniform
 from dynmo.schedule.catalogue import make, stage_ranks_of
 from dynmo.schedule.simulator import simulate

@@ -13,7 +13,8 @@ from benchmarks.noise import in_order
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
-from dynmo.plan.evaluate import evaluate, pipeline_costs
+from dynmo.plan.costs import pipeline_costs
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Choice, Mesh
 from dynmo.schedule.op import Op, Schedule

@@ -22,7 +22,7 @@ from benchmarks.cost_traces import trace
 from benchmarks.delay_model import base_of, drawn, makespan, placements
 from benchmarks.output import markdown
 from benchmarks.traces_emulated import in_turn, sleeping_pipeline
-from dynmo.plan.evaluate import pipeline_costs
+from dynmo.plan.costs import pipeline_costs
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.outbox import Outbox
 from dynmo.schedule.catalogue import make

@@ -32,7 +32,8 @@ from dynmo.cost.input_file import Link
 from dynmo.plan.decide import decide as decided
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import moves_between_ranks, uniform
-from dynmo.plan.workload import LayerSection, Moment, Workload, question
+from dynmo.plan.replay import question
+from dynmo.plan.workload import LayerSection, Moment, Workload
 from dynmo.runtime.comm.meeting import Meeting
 
 CASES = ("freezing", "pruning", "early_exit")

@@ -35,7 +35,8 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balancers import Balancer, balancer, diffuse
 from dynmo.plan.bisection import chunked, exact
-from dynmo.plan.evaluate import evaluate, freeze
+from dynmo.plan.costs import freeze
+from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Choice, Mesh, Problem

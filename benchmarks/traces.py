@@ -60,7 +60,8 @@ from benchmarks.traces_emulated import emulated_table
 from dynmo.plan.balancers import diffuse
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Cost, Partition, uniform, weigh
-from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay
+from dynmo.plan.replay import replay
+from dynmo.plan.workload import LayerSection, Moment, Policy, Workload
 
 BLOCKS = (24, 32, 40, 48)
 RANKS = (16, 24)

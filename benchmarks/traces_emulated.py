@@ -18,7 +18,7 @@ from benchmarks.harness import medians, run_step
 from benchmarks.output import markdown
 from dynmo.models.emulated import make_layers
 from dynmo.pipeline.actions import Actions
-from dynmo.plan.evaluate import pipeline_costs
+from dynmo.plan.costs import pipeline_costs
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting

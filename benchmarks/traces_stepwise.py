@@ -8,7 +8,7 @@ best static   one placement for all steps, known in hindsight
 pilot         one placement for all steps, the best of another run (`pilot`)
 last step     begins as pilot; then the best placement for the costs of the step before
 ours          begins as pilot, by `balance.initial`; then a run's own decisions before each step,
-              from the readings of the newest steps (`dynmo.plan.workload`)
+              from the readings of the newest steps (`dynmo.plan.replay`)
 from uniform  ours, begun at the uniform placement
 optimum       the best placement for each step's costs, known at once
 perfect       every rank has the same part of all work, as if layers could be cut anywhere
@@ -49,9 +49,10 @@ from benchmarks.cost_traces import (
 from benchmarks.output import markdown
 from benchmarks.published import PUBLISHED
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.plan._kernels import replay as compiled_replay
+from dynmo.plan._replay_kernels import replay as compiled_replay
 from dynmo.plan.partition import Partition, uniform
-from dynmo.plan.workload import LayerSection, Moment, Policy, ReplayResult, Workload, replay
+from dynmo.plan.replay import ReplayResult, replay
+from dynmo.plan.workload import LayerSection, Moment, Policy, Workload
 from dynmo.schedule.catalogue import make
 
 CASES = ("early_exit", "mixture_of_depths")

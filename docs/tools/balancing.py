@@ -14,7 +14,7 @@ from benchmarks.output import PICTURES, pyplot, save_picture
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.balancers import diffuse
 from dynmo.plan.bisection import Chain, exact
-from dynmo.plan.evaluate import pipeline_costs
+from dynmo.plan.costs import pipeline_costs
 from dynmo.plan.partition import Partition
 from dynmo.plan.pays import Change, Interval, pays
 from dynmo.schedule.catalogue import make

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dynmo.cost.profile_file import Profile
     from dynmo.plan.alternatives import RankRow, RankTable
     from dynmo.plan.problem import Allowed, Problem
-    from dynmo.plan.workload import RanksNeeded
+    from dynmo.plan.replay import RanksNeeded
 
 
 # -- a workload with changing costs ----------------------------------------------------------------
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
     """Prints how many ranks a workload needs, and when."""
-    from dynmo.plan.workload import ranks_needed, read
+    from dynmo.plan.replay import ranks_needed
+    from dynmo.plan.workload import read
 
     workload = read(path)
     began = time.perf_counter()
@@ -54,7 +55,7 @@ def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
 
 def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
     """Returns the key `ranks_needed`, if it was asked for."""
-    from dynmo.plan.workload import mean_ranks
+    from dynmo.plan.replay import mean_ranks
 
     if not needed:
         return {}
@@ -64,7 +65,7 @@ def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
 
 def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
     """Prints one row for each moment, and the mean."""
-    from dynmo.plan.workload import mean_ranks
+    from dynmo.plan.replay import mean_ranks
 
     print()
     print_table(

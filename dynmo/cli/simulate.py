@@ -21,7 +21,7 @@ from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
-    from dynmo.plan.workload import ReplayResult
+    from dynmo.plan.replay import ReplayResult
 
 _ROWS, _COLUMNS = 12, 72
 _OF_WORKLOAD = ("name", "steps", "ranks", "replicas", "microbatches", "schedule", "objective")
@@ -63,7 +63,8 @@ def simulate(options: SimulateOptions) -> None:
     if options.workload.suffix == ".jsonl":
         _replay_decisions(options.workload, options.as_json)
         return
-    from dynmo.plan.workload import ranks_needed, read, replay
+    from dynmo.plan.replay import ranks_needed, replay
+    from dynmo.plan.workload import read
 
     tolerance, plot = options.fewest_ranks, options.plot
     if tolerance is not None:

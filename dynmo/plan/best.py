@@ -27,7 +27,8 @@ from typing import final
 from dynmo.errors import NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.balancers import balancer
 from dynmo.plan.bisection import exact
-from dynmo.plan.evaluate import Plan, Replica, evaluate, freeze
+from dynmo.plan.costs import freeze
+from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, divisors, enough, stage_loads
 from dynmo.plan.placement import place, recomputing
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem

@@ -23,7 +23,7 @@ from dynmo.plan.bisection import (
     integer_sums,
     ties,
 )
-from dynmo.plan.evaluate import frozen_stages, pipeline_costs
+from dynmo.plan.costs import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.schedule.automatic.vshape import v_shape
 from dynmo.schedule.generators import v_stage_ranks

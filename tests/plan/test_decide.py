@@ -19,8 +19,9 @@ from dynmo.plan.evaluate import evaluate
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import MeshRule, Partition
 from dynmo.plan.problem import Choice, Mesh
-from dynmo.plan.workload import LayerSection, Moment, Policy, Workload, replay
-from dynmo.plan.workload import question as known_at
+from dynmo.plan.replay import question as known_at
+from dynmo.plan.replay import replay
+from dynmo.plan.workload import LayerSection, Moment, Policy, Workload
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SHAPES
 from dynmo.train.run_log import RunLog

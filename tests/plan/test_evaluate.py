@@ -17,14 +17,8 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.best import plan_on
-from dynmo.plan.evaluate import (
-    Plan,
-    Replica,
-    evaluate,
-    frozen_stages,
-    inherent_idle,
-    pipeline_costs,
-)
+from dynmo.plan.costs import frozen_stages, pipeline_costs
+from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, uniform
 from dynmo.plan.problem import Choice
 from dynmo.plan.recompute import with_recompute
@@ -306,24 +300,6 @@ def schedule_within(
     ranks = partition.stages // (2 if name == "zb-v" else 1)
     problem, mesh, _ = ask(known(layers), ranks, microbatches, name, memory_limit=limit)
     return evaluate(problem, Choice(mesh, partition)).schedule
-
-
-def test_inherent_idle_of_equal_stages() -> None:
-    """1F1B waits for (p - 1)(F + B + W), ZB-H1 for (p - 1)(F + B - W)."""
-    f, b, w, ranks, microbatches = 0.3, 0.4, 0.2, 4, 16
-    work = microbatches * (f + b + w)
-    for name, waits in (("1f1b", 3 * (f + b + w)), ("zb-h1", 3 * (f + b - w))):
-        replica = Replica(*ask(known(()), ranks, microbatches, name, memory_limit=MIB)[:2])
-        assert inherent_idle(replica, f, b, w) == pytest.approx(waits / (work + waits))
-    # In the least memory, a schedule made from costs waits longer.
-    asked = known((LAYER,) * 8), ranks, microbatches
-    problem, mesh, _ = ask(*asked, "1f1b")
-    limit = min(evaluate(problem, Choice(mesh, uniform(8, 4))).memory)
-    least, roomy = (
-        inherent_idle(Replica(*ask(*asked, "zb-auto", memory_limit=bound)[:2]), f, b, w)
-        for bound in (limit, None)
-    )
-    assert roomy < least < 1
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])

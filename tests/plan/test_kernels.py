@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dynmo.plan._kernels import promising
+from dynmo.plan._replay_kernels import promising
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,19 +17,11 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.plan.bisection import exact
-from dynmo.plan.evaluate import (
-    Plan,
-    Replica,
-    evaluate,
-    freeze,
-    frozen_stages,
-    pipeline_costs,
-)
+from dynmo.plan.costs import freeze, frozen_stages, pipeline_costs
+from dynmo.plan.evaluate import Plan, Replica, evaluate
+from dynmo.plan.local_search import LocalSearch
 from dynmo.plan.partition import Partition, stage_loads, uniform
-from dynmo.plan.placement import (
-    _Search,  # pyright: ignore[reportPrivateUsage]
-    place,
-)
+from dynmo.plan.placement import place
 from dynmo.plan.problem import Choice, Mesh, Problem
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import make
@@ -77,8 +69,8 @@ def chained(links: Sequence[LinkCost]) -> dict[str, Any]:
     return {"links": tuple(((i, i + 1), link) for i, link in enumerate(links))}
 
 
-def searched(problem: Problem, mesh: Mesh, current: Partition | None = None) -> _Search:
-    return _Search(Replica(problem, mesh), current, frozenset())
+def searched(problem: Problem, mesh: Mesh, current: Partition | None = None) -> LocalSearch:
+    return LocalSearch(Replica(problem, mesh), current, frozenset())
 
 
 def every(layers: int, stages: int) -> Iterator[Partition]:

@@ -12,7 +12,7 @@ from numba.core.dispatcher import Dispatcher
 from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
-from dynmo.plan import _kernels, bisection
+from dynmo.plan import _kernels, _replay_kernels, bisection
 from dynmo.schedule import graph
 from dynmo.schedule.automatic import _list_loops, _vshape_loops, _zero_bubble_loops
 from dynmo.train.compile_ahead import prepare
@@ -28,7 +28,7 @@ def test_every_jit_loop_is_compiled_at_set_up() -> None:
     layers = loops((csr, hashed, shared))
     used = set(re.findall(r"kernels\.(\w+)\(", inspect.getsource(bisection)))
     used |= {"replay", "run_clocks", "in_order"}
-    others = loops((_kernels, graph))
+    others = loops((_kernels, _replay_kernels, graph))
     balancers = [loop for loop in others if loop.__name__ in used]
     assert len(layers) >= 4
     assert {loop.__name__ for loop in balancers} == used

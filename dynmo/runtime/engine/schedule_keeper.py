@@ -7,7 +7,8 @@ from contextlib import suppress
 from dynmo.cost.layer_cost import LayerCost, LinkCost, elide
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
-from dynmo.plan.evaluate import Plan, Replica, evaluate, inherent_idle
+from dynmo.plan.costs import even_costs, one_microbatch, roomy_caps
+from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Choice, Problem, Speeds, Work
 from dynmo.plan.recompute import recompute_as_workspace
@@ -17,7 +18,9 @@ from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
+from dynmo.schedule.memory import reduction_bytes
 from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import simulate
 
 # A step's shares of F, B and W that differ by more ask for a new schedule. Noise does not.
 _DRIFT = 0.05
@@ -135,3 +138,21 @@ class ScheduleKeeper:
         frozen = self._store.frozen
         if self.known is not None:
             self.known = elide(self.known, frozen.first_trainable, frozen.layers)
+
+
+def inherent_idle(replica: Replica, f: float, b: float, w: float) -> float:
+    """Returns the idle ratio of a schedule whose stages all have the same F, B and W.
+
+    The layers tell what a schedule within a memory limit keeps alive. Every rank is assumed to hold
+    the mean of the static memory.
+    """
+    layers, ranks, stage_ranks = replica.layers, replica.mesh.pipeline, replica.stage_ranks
+    costs = even_costs(layers, len(stage_ranks), f, b, w)
+    caps = roomy_caps(costs, stage_ranks)
+    if layers and replica.limits is not None:
+        aside = sum(x.static_bytes for x in layers) // ranks
+        aside += max(x.workspace_bytes for x in layers)
+        aside += reduction_bytes(layers) if replica.mesh.replicas > 1 else 0
+        least = one_microbatch(costs, stage_ranks)
+        caps = tuple(max(a, b - aside) for a, b in zip(least, replica.limits, strict=True))
+    return simulate(replica.make(costs, caps, 0), costs).idle_ratio

@@ -9,11 +9,14 @@ import pytest
 
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
+from dynmo.cost.profile_file import Profile
 from dynmo.errors import ScheduleError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.shape_costs import shape_costs
+from dynmo.plan.evaluate import Replica, evaluate
 from dynmo.plan.partition import uniform
+from dynmo.plan.problem import Choice
 from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine import schedule_keeper
@@ -24,6 +27,7 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
+from tests.plan.asked import ask
 from tests.pool import Pool
 
 JOBS = "tests.runtime.engine.test_schedule_keeper:"
@@ -143,3 +147,22 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
     steps = [(2.0, 1.0, 1.0), (2.1, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 0.0, 3.0), (2.0, 1.0, 1.0)]
     assert [keeper.inherent_idle(kinds) for kinds in steps] == [0.5, 0.5, 0.25, None, 0.5]
     assert len(calls) == 4
+
+
+def test_inherent_idle_of_equal_stages() -> None:
+    """1F1B waits for (p - 1)(F + B + W), ZB-H1 for (p - 1)(F + B - W)."""
+    f, b, w, ranks, microbatches = 0.3, 0.4, 0.2, 4, 16
+    idle, work = schedule_keeper.inherent_idle, microbatches * (f + b + w)
+    for name, waits in (("1f1b", 3 * (f + b + w)), ("zb-h1", 3 * (f + b - w))):
+        problem, mesh, _ = ask(Profile((), ()), ranks, microbatches, name, memory_limit=1 << 20)
+        assert idle(Replica(problem, mesh), f, b, w) == pytest.approx(waits / (work + waits))
+    # In the least memory, a schedule made from costs waits longer.
+    layer = LayerCost(1.0, 1.0, 1.0, 0, *(x << 20 for x in (1, 1, 2, 4, 2, 1, 3)))
+    asked = Profile((layer,) * 8, tuple("abcdefgh")), ranks, microbatches
+    problem, mesh, _ = ask(*asked, "1f1b")
+    limit = min(evaluate(problem, Choice(mesh, uniform(8, 4))).memory)
+    least, roomy = (
+        idle(Replica(*ask(*asked, "zb-auto", memory_limit=bound)[:2]), f, b, w)
+        for bound in (limit, None)
+    )
+    assert roomy < least < 1

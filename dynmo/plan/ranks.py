@@ -1,0 +1,216 @@
+"""Decides how many ranks a run has. See `decide`.
+
+A run takes the fewest ranks whose best mesh is fast enough:
+
+    ranks        4        5        6        8 (now)     12
+    a step       0.52 s   0.44 s   0.39 s   0.33 s      0.27 s      best mesh that fits the memory
+                 too slow fewest                                    a step may take 0.45 s
+
+Noise must not make it go to and fro. Two thresholds therefore lie apart around the limit, with h =
+hysteresis:
+
+    fewer ranks    only if they take at most   limit / (1 + h)
+    more ranks     only if the ranks now, with their best placement, take over   limit x (1 + h)
+                   and the larger number is faster by more than h
+
+If no number of ranks is fast enough, a run grows to the fastest one. It never shrinks to a step
+that takes longer than the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from typing import final
+
+from dynmo.errors import InputError, NoRoomError
+from dynmo.plan.alternatives import RankOptions
+from dynmo.plan.balancers import merge
+from dynmo.plan.best import NoMeshFitsError
+from dynmo.plan.evaluate import Plan
+from dynmo.plan.partition import kept_ranks
+from dynmo.plan.pays import Change, Verdict, at, confirm, gain_of, intervals, pays
+from dynmo.plan.problem import Layers, Problem, Readings, Rules
+from dynmo.plan.question import Decision, Remeshed, plan_at
+
+
+@final
+class RankQuestion(Remeshed):
+    """Searches the best mesh of other numbers of ranks. Searches of each interval are kept."""
+
+    def __init__(self, problem: Problem, now: Plan, rules: Rules, readings: Readings) -> None:
+        super().__init__(problem, now, rules, readings)
+        self.known: dict[Layers, RankOptions] = {}
+        self.least = self.most = self.size
+        self.limit = math.inf
+        self.best_now = 0.0
+
+    def decide(self) -> Decision:
+        elastic, there = self.rules.elastic, max(self.rules.there, self.size)
+        reference = self.readings.reference
+        if reference is None:
+            reference = self.best_here(self.problem.layers)
+        if elastic.target_ranks is not None:
+            wanted = elastic.target_ranks
+            plan, verdict = self.to_target(wanted, there)
+        elif elastic.algorithm != "fewest":
+            plan, verdict = merge(self.now, elastic)
+            wanted = plan.mesh.gpus
+        else:
+            self.limit, self.most = 0.0, there  # the fastest
+            if elastic.repack:
+                self.least = min(elastic.min_ranks, self.size)
+                self.limit = reference * (1 + elastic.tolerance)
+                self.most = max(self.rules.most, there)
+            plan, verdict = self.confirmed()
+            wanted = plan.mesh.gpus if verdict.pays else self.size
+            if wanted > there:
+                self.most = there
+                plan, verdict = self.confirmed()
+        return Decision(plan, verdict, ranks=wanted, reference=reference)
+
+    def to_target(self, target: int, most: int) -> tuple[Plan, Verdict]:
+        self.best_now = self.best_here(self.problem.layers)
+        stay = ""
+        if target == self.size:
+            stay = f"stay: the run has its target of {_ranks(target)}"
+        elif target > most:
+            stay = f"stay: the target is {_ranks(target)}, and 1 to {_ranks(most)} are allowed"
+        if stay:
+            return self.now, Verdict(False, 0.0, stay)
+        try:
+            plan = self.optionsplan_at(self.problem.layers).plan(target)
+        except NoMeshFitsError as error:
+            raise _no_room(error) from None
+        reason = f"the target is {_ranks(target)}; {self.compared(plan)}"
+        return plan, Verdict(True, gain_of(self.now.seconds, plan.seconds), reason)
+
+    def confirmed(self) -> tuple[Plan, Verdict]:
+        """Chooses. Both halves of the readings must support a change."""
+        plan, verdict = self.choose()
+        if not verdict.pays:
+            return plan, verdict
+        ranks, parts = plan.mesh.gpus, list[bool]()
+        for layers in self.readings.halves:
+            half, same = copy(self), layers == self.problem.layers
+            half.problem = replace(at(self.problem, layers), forecasts=())
+            half.now, half.known = plan_at(self.now, layers), self.known if same else {}
+            other, said = half.choose()
+            agrees = other.mesh.gpus <= ranks if ranks < self.size else other.mesh.gpus > self.size
+            parts.append(said.pays and agrees)
+        return plan, confirm(verdict, parts, self.readings.preempted)
+
+    def choose(self) -> tuple[Plan, Verdict]:
+        self.best_now = self.best_here(self.problem.layers)
+        first: Verdict | None = None
+        for plan in self.candidates():
+            verdict = self.weigh(plan)
+            if verdict.pays:
+                return plan, verdict
+            first = first or verdict
+        return self.now, first or Verdict(False, 0.0, self.nothing_to_gain())
+
+    def candidates(self) -> Iterator[Plan]:
+        """The fewest ranks that are fast enough, and on. Then more ranks, if these are too slow."""
+        options, least_gain = (
+            self.optionsplan_at(self.problem.layers),
+            1 + self.rules.balance.hysteresis,
+        )
+        for ranks in range(self.least, self.size):
+            plan = options.find(ranks, self.limit / least_gain)
+            if plan is not None:
+                yield plan
+        if self.best_now > self.limit * least_gain:
+            larger = range(self.size + 1, self.most + 1)
+            plan = options.fewest(larger, self.limit) or options.fastest(larger)
+            if plan is not None and plan.seconds * least_gain < self.best_now:
+                yield plan
+
+    # -- costs and prices --------------------------------------------------------------------------
+
+    def weigh(self, plan: Plan) -> Verdict:
+        """Compares what a change saves with its pauses: GPU-seconds if ranks become free."""
+        ranks, limit = plan.mesh.gpus, self.limit
+        shrinks, weight = ranks < self.size, self.size if ranks < self.size else 1
+
+        def seconds(layers: Layers) -> tuple[float, float] | None:
+            options = self.optionsplan_at(layers)
+            if shrinks:
+                then = options.find(ranks, limit)
+                return then and (self.size * then.seconds, ranks * then.seconds)
+            here = self.best_here(layers)
+            then = options.find(ranks, here) if here > limit else None
+            return then and (here, then.seconds)
+
+        there, back = (weight * (self.readings.pause + x) for x in self.arrivals(plan))
+        balance, unit = self.rules.balance, "GPU-seconds" if shrinks else "s"
+        change = Change(there, back, balance.margin, 0.0, unit, self.compared(plan))
+        verdict = pays(change, intervals(self.problem), seconds)
+        beaten = limit if shrinks else self.best_now
+        lead = 1.0 if math.isinf(beaten) else gain_of(beaten, plan.seconds)
+        gain, reason = gain_of(self.now.seconds, plan.seconds), verdict.reason
+        return replace(verdict, gain=gain, reason=reason.removeprefix("move: "), lead=lead)
+
+    def optionsplan_at(self, layers: Layers) -> RankOptions:
+        """The meshes at other costs. Expected costs get a quick search only."""
+        if layers not in self.known:
+            problem = at(self.problem, layers)
+            quick = problem is not self.problem
+            self.known[layers] = RankOptions(problem, self.allowed, quick)
+        return self.known[layers]
+
+    def best_here(self, layers: Layers) -> float:
+        """Seconds of a step on the ranks now, with the best or the current placement.
+
+        The whole search runs only if the quick one is too slow, because growing depends on that. It
+        also runs if there is no limit, because the reference is this figure then.
+        """
+        options, stay = self.optionsplan_at(layers), plan_at(self.now, layers).seconds
+        try:
+            best = min(stay, options.plan(self.size, quick=True).seconds)
+            enough = self.limit * (1 + self.rules.balance.hysteresis)
+            if best <= enough and math.isfinite(self.limit):
+                return best
+            return min(best, options.plan(self.size).seconds)
+        except InputError:
+            return stay
+
+    def arrivals(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the bytes in the change, and in the one back."""
+        ranks, now = plan.mesh.gpus, self.size
+        kept = kept_ranks(self.problem.machines or ("",) * now, min(now, ranks))
+        places = {rank: place for place, rank in enumerate(kept)}
+        returned = [places.get(rank) for rank in range(now)]
+        there = self.arrival(self.now, plan, [*kept, *[None] * (ranks - len(kept))])
+        return there, self.arrival(plan, self.now, returned)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def nothing_to_gain(self) -> str:
+        takes = f"{_ranks(self.size)} take {self.best_now:.4g} s a step, {self.allows()}"
+        if self.best_now > self.limit * (1 + self.rules.balance.hysteresis):
+            return f"stay: {takes}; no allowed number of ranks is faster by enough"
+        return f"stay: {takes}; no fewer are fast enough"
+
+    def compared(self, plan: Plan) -> str:
+        ranks, takes = plan.mesh.gpus, f"{plan.seconds:.4g} s a step"
+        if ranks > self.size:
+            takes += f" instead of {self.best_now:.4g} s"
+        which = f"{ranks} {'of' if ranks < self.size else 'instead of'} {self.size}"
+        return f"{which} ranks take {takes}, {self.allows()}"
+
+    def allows(self) -> str:
+        return f"{self.limit:.4g} s are allowed" if math.isfinite(self.limit) else "any is allowed"
+
+
+def _no_room(error: NoMeshFitsError) -> NoRoomError:
+    if error.closest is None:
+        return NoRoomError(str(error))
+    where = f"{_ranks(error.closest.mesh.gpus)} cannot hold the model: {error.shortage}"
+    return NoRoomError(f"{where}; use more ranks or a larger limit")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
