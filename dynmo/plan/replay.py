@@ -33,8 +33,9 @@ from dynmo.cost.readings import WINDOW, Times
 from dynmo.cost.readings import Readings as Window
 from dynmo.errors import InputError
 from dynmo.plan.best import plan_on
+from dynmo.plan.costs import even_costs, frozen_stages, roomy_caps
 from dynmo.plan.decide import DecisionRecord
-from dynmo.plan.evaluate import Plan, evaluate, even_costs, frozen_stages, roomy_caps
+from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.partition import Partition, moves_between_ranks, uniform
 from dynmo.plan.problem import Allowed, Choice, Layers, Mesh, Problem, Readings, Rules, Work
 from dynmo.plan.workload import Workload
