@@ -350,7 +350,7 @@ def test_no_schedule_is_made_for_a_placement_whose_work_alone_takes_longer(
         steps.append(plan.step)
         return plan
 
-    monkeypatch.setattr("dynmo.plan.placement.evaluate", recorded)
+    monkeypatch.setattr("dynmo.plan.local_search.evaluate", recorded)
     plan = place(*ask(profile(drawn(random.Random(8), 30)), 4, 12, "v-auto")[:2])
     assert plan.step == min(steps)
     assert len(steps) > 1
