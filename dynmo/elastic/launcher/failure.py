@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynmo.elastic.manager import RankProcess
+from dynmo.elastic.managers.threaded import ending
 from dynmo.errors import InputError, Interrupted, RunError
 
 # The exit status of a rank that stopped on request. It is no failure, and other ranks may still
@@ -99,11 +100,9 @@ def how_it_ended(process: RankProcess, log: Path, on_terminal: bool = False) -> 
     if reason := process.reason():
         return f"ended with status {code}: {reason}"
     if code == -signal.SIGKILL:
-        return "was ended by SIGKILL; out of memory?"
-    if code < 0:
-        where = f"; see {log}" if log.is_file() and log.stat().st_size else ""
-        return f"was ended by {signal.Signals(-code).name}{where}"
-    return f"ended with status {code}{'' if on_terminal else f'; see {log}'}"
+        return f"{ending(code)}; out of memory?"
+    has_log = log.is_file() and log.stat().st_size if code < 0 else not on_terminal
+    return f"{ending(code)}{f'; see {log}' if has_log else ''}"
 
 
 def _distance(rank: int, failures: Mapping[int, Failure]) -> tuple[int, bool, int]:

@@ -19,10 +19,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
-from dynmo.elastic.managers.threaded import ThreadedManager, shorten
+from dynmo.elastic.managers.threaded import ThreadedManager, ending, shorten
 from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, RunError
 
@@ -64,13 +63,11 @@ class CommandManager(ThreadedManager):
         if not self._commands[_GIVE_BACK]:
             raise ConfigError(f"{_GIVE_BACK} is empty: give a program and its arguments")
         for key, command in self._commands.items():
-            if not command or shutil.which(command[0]):
-                continue
-            if Path(command[0]).is_file():
-                raise ConfigError(f"{key}: {command[0]} is not executable: chmod +x {command[0]}")
-            raise ConfigError(
-                f"{key}: there is no program {command[0]!r}: install it, or give its full path"
-            )
+            if command and not shutil.which(command[0]):
+                raise ConfigError(
+                    f"{key}: there is no program {command[0]!r}: give its full path, or make it "
+                    "executable"
+                )
 
     def start(self, count: int) -> None:
         self.submit("started", count, lambda: self._run(_START, DYNMO_COUNT=str(count)))
@@ -81,8 +78,6 @@ class CommandManager(ThreadedManager):
 
     def _run(self, key: str, **variables: str) -> str:
         command = self._commands[key]
-        if not command:
-            raise RunError(f"{key} is empty: give a program and its arguments")
         what = f"{key} ({shorten(shlex.join(command), 80)})"
         # The output goes to a file, not a pipe. A process in the background may keep it open.
         with tempfile.TemporaryFile() as output:
@@ -96,36 +91,30 @@ class CommandManager(ThreadedManager):
                     start_new_session=True,
                 )
             except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise RunError(f"{what} cannot start: {reason}; correct {key}") from None
+                raise RunError(f"{what} cannot start: {error}; correct {key}") from None
             stopped = self._wait(process)
             line = _last_line(output)
         said, code = f": {line}" if line else "", process.returncode
         if stopped:
             raise RunError(f"{what} {stopped}{said}")
         if code:
-            how = f"ended with status {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-            raise RunError(f"{what} {how}{said}; run it by hand")
+            raise RunError(f"{what} {ending(code)}{said}; run it by hand")
         return f"{what}{said}"
 
     def _wait(self, process: subprocess.Popen[bytes]) -> str:
         """Waits for the command. Returns why its process group was killed, or ""."""
         end = time.monotonic() + self._timeout
-        stopped = ""
-        while not stopped:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, min(0.2, end - time.monotonic())))
+        while time.monotonic() < end and not self._stopping.wait(0.05):
+            if process.poll() is not None:
                 return ""
-            if self._stopping.is_set():
-                stopped = "was killed, because the run has ended"
-            elif time.monotonic() >= end:
-                stopped = f"took over {self._timeout:g} s and was killed; allow it more time"
         # The process is not reaped yet, so the number of its group cannot belong to another.
         with contextlib.suppress(PermissionError):  # a process of another user, as under sudo
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-        return stopped
+        if self._stopping.is_set():
+            return "was killed, because the run has ended"
+        return f"took over {self._timeout:g} s and was killed; allow it more time"
 
 
 def _own_environment() -> dict[str, str]:
@@ -149,10 +138,3 @@ def _last_line(output: IO[bytes]) -> str:
     lines = output.read(4096).decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     return shorten("".join(c for c in last if c.isprintable()))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -26,27 +27,19 @@ class ThreadedManager:
         self._stopping = threading.Event()
         self._calls = queue.SimpleQueue[tuple[Kind, int, Callable[[], str]] | None]()
         self._reports = queue.SimpleQueue[Report]()
-        self._closed = False
         self._thread = threading.Thread(
             target=self._work, name=f"dynmo-{self.name}-manager", daemon=True
         )
 
     def submit(self, kind: Kind, ranks: int, call: Callable[[], str]) -> None:
-        if self._closed:
-            self._reports.put(Report("failed", "the run has ended", ranks))
-            return
-        try:
-            if self._thread.ident is None:
-                self._thread.start()
-        except RuntimeError as error:  # the limit of threads
-            self._reports.put(Report("failed", f"{error}; raise the limit", ranks))
-            return
+        if self._thread.ident is None:
+            self._thread.start()
         self._calls.put((kind, ranks, call))
 
     @property
     def _has_more(self) -> bool:
-        """True if other calls wait for the current one."""
-        return not self._closed and not self._calls.empty()
+        """True if other calls, or the end of the run, wait for the current one."""
+        return not self._calls.empty()
 
     def watch(self) -> list[Report]:
         return [self._reports.get() for _ in range(self._reports.qsize())]
@@ -56,7 +49,6 @@ class ThreadedManager:
 
         Calls that have not begun by then are dropped. Each gives a "failed" report.
         """
-        self._closed = True
         if self._thread.ident is not None:
             self._calls.put(None)
             self._thread.join(timeout)
@@ -76,6 +68,14 @@ class ThreadedManager:
                 kind, what = "failed", str(error) if own else f"{type(error).__name__}: {error}"
                 _logger.debug("a call of the manager failed", exc_info=True)
             self._reports.put(Report(kind, shorten(what, 500), ranks, time.monotonic() - start))
+
+
+def ending(code: int) -> str:
+    """Describes the status of a process that has ended, such as "was ended by SIGABRT"."""
+    if code >= 0:
+        return f"ended with status {code}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def shorten(text: object, limit: int = 200) -> str:
