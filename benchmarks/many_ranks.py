@@ -58,9 +58,9 @@ from dynmo.plan.problem import Choice, Problem, Readings, Rules, Work
 from dynmo.runtime.comm.agreement import agree, maxima, share_texts
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.process_groups import await_all, claim
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.store import await_all, claim
 from dynmo.runtime.comm.tree import Tree
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import StepOutput

@@ -26,13 +26,13 @@ from dynmo.elastic.place import RankPlace, own_place
 from dynmo.errors import ConfigError, DynmoError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.rendezvous import read_rendezvous
 from dynmo.runtime.comm.signed_store import Forged, SignedStore
 from dynmo.runtime.comm.store import (
     LOST,
     find_missing,
     home_of,
     open_rendezvous,
-    read_rendezvous,
 )
 from dynmo.runtime.comm.waits import call_with_limit, reason
 

@@ -152,8 +152,8 @@ def test_newcomer_waits_while_rank_0_is_busy(home: SignedStore, clock: Clock) ->
 
 def test_damaged_store_stops_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads on and on in a file that ends within a value."""
-    for module in (newcomers, store_module):
-        monkeypatch.setattr(module, "_SLACK", 0.05)
+    monkeypatch.setattr(newcomers, "_SLACK", 0.05)
+    monkeypatch.setattr(store_module, "SLACK", 0.05)
     file = tmp_path / "store"
     store = SignedStore(dist.FileStore(str(file), 1))
     run, outside = entrance(store, 0.1), Newcomer(store, "a", 0.1)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from dynmo.errors import ConfigError
 from dynmo.pipeline.start import init
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.store import open_rendezvous, read_rendezvous
+from dynmo.runtime.comm.rendezvous import read_rendezvous
+from dynmo.runtime.comm.store import open_rendezvous
 from tests.cli.runs import free_port
 from tests.jobs import launched
 from tests.pool import Pool

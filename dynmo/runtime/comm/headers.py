@@ -24,26 +24,11 @@ from dynmo.errors import RunError
 from dynmo.schedule.lowering import Channel, Direction
 
 # The dtypes that may travel, by name. A peer's word for a dtype is looked up here and nowhere else.
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+_NAMES = (
+    *("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8"),
+    *("uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128"),
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _BY_CODE = tuple(DTYPES.values())
 _PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})

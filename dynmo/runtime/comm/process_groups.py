@@ -30,8 +30,8 @@ from torch import Tensor
 from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import restart_group_names
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.store import await_all, claim, find_missing
-from dynmo.runtime.comm.waits import LATE, first_line, ranks_text, reason
+from dynmo.runtime.comm.store import SLACK, find_missing
+from dynmo.runtime.comm.waits import LATE, call_with_limit, first_line, ranks_text, reason
 
 _logger = logging.getLogger(__name__)
 
@@ -95,6 +95,28 @@ def form_group_within(
     for each in dropped[:-1]:
         drop_group(each)
     return group
+
+
+def claim(store: SignedStore, rank: int, timeout: float) -> None:
+    """Says in the store that this rank is here."""
+    try:
+        is_first = call_with_limit(timeout + SLACK, lambda: store.claim(f"here/{rank}"))
+    except TimeoutError:
+        late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
+        raise WaitTimeout(late, [0]) from None
+    except RuntimeError as error:
+        why = reason(error)
+        raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
+    if not is_first:
+        advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
+        raise RunError(f"another process is rank {rank} of this run, too; {advice}")
+
+
+def await_all(store: SignedStore, what: str, size: int, timeout: float) -> None:
+    """Waits until all ranks have called it. A rank makes at most three short requests."""
+    if store.add(f"{what}/count", 1) == size:
+        store.set(f"{what}/all", "1")
+    store.wait([f"{what}/all"], timedelta(seconds=timeout))
 
 
 def _await_all(store: SignedStore, rank: int, size: int, seconds: float, what: str) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from dynmo.errors import ConfigError
+
+# Most bytes of the file that says where ranks meet.
+_MOST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -129,3 +136,61 @@ def first_host(nodelist: str) -> str:
             "Slurm gave no SLURM_JOB_NODELIST; set MASTER_ADDR to the first task's host"
         )
     return first
+
+
+def read_rendezvous(path: Path) -> dict[str, Any]:
+    """Reads the file with a `rendezvous_record` of a store.
+
+    Raises:
+        ConfigError: It is damaged, cannot be read, or comes from another user.
+    """
+    record: Any = None
+    try:
+        with path.open("rb") as file:
+            _check_source(os.fstat(file.fileno()), path)
+            record = json.loads(file.read(_MOST))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        pass
+    if not _is_rendezvous_record(record):
+        raise ConfigError(
+            f"{path} is damaged and does not say where the run meets: nobody can join this run; "
+            "stop it, and go on with --resume"
+        )
+    return record
+
+
+def _check_source(file: os.stat_result, path: Path) -> None:
+    """Raises ConfigError if others could have written a file in a closed folder."""
+    folder = path.parent.stat()
+    if file.st_uid not in (os.geteuid(), folder.st_uid):
+        why = f"belongs to another user ({file.st_uid})"
+    elif file.st_mode & ~folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = "can be written by other users"
+    else:
+        return
+    raise ConfigError(
+        f"{path} {why}, so this process does not go where it says; remove it, and start the run "
+        "again with --resume"
+    )
+
+
+def _is_rendezvous_record(record: object) -> bool:
+    """Returns whether a record has what `open_rendezvous` needs, and nothing else."""
+    if not isinstance(record, dict):
+        return False
+    values: dict[str, Any] = record
+    texts = [value for key, value in values.items() if key != "port"]
+    if not all(isinstance(text, str) and text and text.isprintable() for text in texts):
+        return False
+    if values.keys() - {"prefix"} == {"folder"}:
+        return Path(values["folder"]).is_absolute()
+    port = values.get("port")
+    return (
+        values.keys() - {"prefix", "token"} == {"address", "port"}
+        and type(port) is int
+        and 0 < port < 1 << 16
+    )

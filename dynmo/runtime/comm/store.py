@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import sys
 import tempfile
 import time
@@ -23,16 +22,14 @@ import torch.distributed as dist
 
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout, one_line
 from dynmo.files import write_whole
-from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
+from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback, read_rendezvous
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.waits import call_with_limit, first_line, reason
+from dynmo.runtime.comm.waits import call_with_limit, first_line
 
 # Seconds that a wait may take beyond `parallel.timeout`, its own limit.
-_SLACK = 2.0
+SLACK = 2.0
 # Seconds between two looks for the address of the launcher.
 _POLL = 0.05
-# Most bytes of the file that says where ranks meet.
-_MOST = 1 << 16
 # A store in a file that something else has written to raises these.
 LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
@@ -180,64 +177,6 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
     return where | ({"prefix": "/".join(prefixes)} if prefixes else {})
 
 
-def read_rendezvous(path: Path) -> dict[str, Any]:
-    """Reads the file with a `rendezvous_record`.
-
-    Raises:
-        ConfigError: It is damaged, cannot be read, or comes from another user.
-    """
-    record: Any = None
-    try:
-        with path.open("rb") as file:
-            _check_source(os.fstat(file.fileno()), path)
-            record = json.loads(file.read(_MOST))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError):
-        pass
-    if not _is_rendezvous_record(record):
-        raise ConfigError(
-            f"{path} is damaged and does not say where the run meets: nobody can join this run; "
-            "stop it, and go on with --resume"
-        )
-    return record
-
-
-def _check_source(file: os.stat_result, path: Path) -> None:
-    """Raises ConfigError if others could have written a file in a closed folder."""
-    folder = path.parent.stat()
-    if file.st_uid not in (os.geteuid(), folder.st_uid):
-        why = f"belongs to another user ({file.st_uid})"
-    elif file.st_mode & ~folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = "can be written by other users"
-    else:
-        return
-    raise ConfigError(
-        f"{path} {why}, so this process does not go where it says; remove it, and start the run "
-        "again with --resume"
-    )
-
-
-def _is_rendezvous_record(record: object) -> bool:
-    """Returns whether a record has what `open_rendezvous` needs, and nothing else."""
-    if not isinstance(record, dict):
-        return False
-    values: dict[str, Any] = record
-    texts = [value for key, value in values.items() if key != "port"]
-    if not all(isinstance(text, str) and text and text.isprintable() for text in texts):
-        return False
-    if values.keys() - {"prefix"} == {"folder"}:
-        return Path(values["folder"]).is_absolute()
-    port = values.get("port")
-    return (
-        values.keys() - {"prefix", "token"} == {"address", "port"}
-        and type(port) is int
-        and 0 < port < 1 << 16
-    )
-
-
 def open_rendezvous(record: Mapping[str, Any], timeout: float) -> SignedStore:
     """Opens the store of a run that goes on, by its `rendezvous_record`.
 
@@ -251,38 +190,33 @@ def open_rendezvous(record: Mapping[str, Any], timeout: float) -> SignedStore:
 def _open_record(record: Mapping[str, Any], timeout: float) -> SignedStore:
     if "folder" in record:
         _stay_on_loopback("localhost")  # as the ranks do
-        return _open_file(Path(record["folder"]), timeout)
-    where = f"{record['address']}:{record['port']}"
-    try:
+        path = Path(record["folder"]) / "store"
+        with _said_of(f"in {path.parent}", timeout):
+            # The lock of a process that was stopped may keep it closed.
+            store = call_with_limit(timeout, lambda: _file_store(path))
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    ends = record["address"], record["port"]
+    with _said_of(f"at {ends[0]}:{ends[1]}", timeout):
         # A store asks again and again. A plain connection says at once that nobody listens.
-        ends = record["address"], record["port"]
         call_with_limit(timeout, lambda: socket.create_connection(ends, timeout).close())
-        store = _within_limit(timeout, lambda: _tcp_store(*ends, timeout))
-    except ConnectionRefusedError:
-        raise RunError(f"the run that met at {where} is not running any more") from None
-    except TimeoutError:
-        late = f"waited {timeout:g} s for the store of rank 0 at {where}, which does not answer"
-        raise WaitTimeout(late, [0]) from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"the run at {where} cannot be reached: {first_line(error)}") from None
+        tcp = _within_limit(timeout, lambda: _tcp_store(*ends, timeout))
     _stay_on_loopback(record["address"])
-    return SignedStore(store, record.get("token", "").encode())
+    return SignedStore(tcp, record.get("token", "").encode())
 
 
-def _open_file(folder: Path, timeout: float) -> SignedStore:
-    path = folder / "store"
+@contextmanager
+def _said_of(where: str, timeout: float) -> Iterator[None]:
+    """Says of which run a store cannot be opened."""
     try:
-        # The lock of a process that was stopped may keep it closed.
-        store = call_with_limit(timeout, lambda: _file_store(path))
-    except FileNotFoundError:
-        raise RunError(f"the run that met in {folder} is not running any more") from None
+        yield
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise RunError(f"the run that met {where} is not running any more") from None
     except TimeoutError:
-        late = f"waited {timeout:g} s for the store of the run in {folder}, which does not answer"
+        late = f"waited {timeout:g} s for the store of the run {where}, which does not answer"
         raise WaitTimeout(late, [0]) from None
     except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"the run that met in {folder} cannot be reached: {error}") from None
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
+        raise RunError(f"the run {where} cannot be reached: {first_line(error)}") from None
 
 
 def _file_store(path: Path) -> SignedStore:
@@ -407,7 +341,7 @@ def _resolve(address: str, timeout: float) -> None:
 
 def _within_limit(timeout: float, open_tcp: Callable[[], dist.TCPStore]) -> dist.TCPStore:
     with _native_stderr_dropped():
-        return call_with_limit(timeout + _SLACK, open_tcp)
+        return call_with_limit(timeout + SLACK, open_tcp)
 
 
 @contextmanager
@@ -424,28 +358,6 @@ def _native_stderr_dropped() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
-
-
-def claim(store: SignedStore, rank: int, timeout: float) -> None:
-    """Says in the store that this rank is here."""
-    try:
-        is_first = call_with_limit(timeout + _SLACK, lambda: store.claim(f"here/{rank}"))
-    except TimeoutError:
-        late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
-        raise WaitTimeout(late, [0]) from None
-    except RuntimeError as error:
-        why = reason(error)
-        raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
-    if not is_first:
-        advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
-        raise RunError(f"another process is rank {rank} of this run, too; {advice}")
-
-
-def await_all(store: SignedStore, what: str, size: int, timeout: float) -> None:
-    """Waits until all ranks have called it. A rank makes at most three short requests."""
-    if store.add(f"{what}/count", 1) == size:
-        store.set(f"{what}/all", "1")
-    store.wait([f"{what}/all"], timedelta(seconds=timeout))
 
 
 def no_answer(seconds: float) -> WaitTimeout:
@@ -477,6 +389,6 @@ def find_present(store: SignedStore, keys: Sequence[str]) -> list[int]:
 
 def _answer(ask: Callable[[], list[int]]) -> list[int]:
     try:
-        return call_with_limit(_SLACK, ask)
+        return call_with_limit(SLACK, ask)
     except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
         return []

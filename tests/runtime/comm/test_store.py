@@ -21,13 +21,12 @@ import torch.distributed as dist
 from dynmo.errors import ConfigError, RunError, WaitTimeout
 from dynmo.files import write_whole
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
+from dynmo.runtime.comm.process_groups import await_all
+from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment, read_rendezvous
 from dynmo.runtime.comm.store import (
-    await_all,
     find_missing,
     open_rendezvous,
     open_store,
-    read_rendezvous,
     rendezvous_record,
     serve,
 )
