@@ -95,6 +95,11 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def notes(error: BaseException) -> str:
     """Returns `, in F of layer 3`, say, or an empty string."""
     return "".join(f", {one_line(note)}" for note in getattr(error, "__notes__", ()))

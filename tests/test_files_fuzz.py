@@ -21,7 +21,7 @@ from dynmo.data.records import BrokenSampleError, open_records
 from dynmo.data.samples import Encoder
 from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
-from dynmo.models.huggingface.weight_files import stored_in
+from dynmo.models.huggingface.load import stored_in
 from dynmo.plan import decide, workload
 
 

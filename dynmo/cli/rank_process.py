@@ -120,7 +120,7 @@ def described_errors(rank: int | None) -> Iterator[None]:
 
 def show_progress_of_reading() -> None:
     """Lets a rank tell how much of a large model it has read."""
-    logging.getLogger("dynmo.models.huggingface.progress").setLevel(logging.INFO)
+    logging.getLogger("dynmo.models.huggingface.build").setLevel(logging.INFO)
 
 
 def stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]:

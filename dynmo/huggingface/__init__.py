@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynmo.huggingface.generation import generate as generate
-    from dynmo.huggingface.saving import save_pretrained as save_pretrained
+    from dynmo.huggingface.save import save_pretrained as save_pretrained
     from dynmo.models.huggingface.model import from_pretrained as from_pretrained
 
 _HOMES = {
     "from_pretrained": "dynmo.models.huggingface.model",
     "generate": "dynmo.huggingface.generation",
-    "save_pretrained": "dynmo.huggingface.saving",
+    "save_pretrained": "dynmo.huggingface.save",
 }
 
 __all__ = ["from_pretrained", "generate", "save_pretrained"]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from dynmo.data.tokenizer import SpecialTokens, has_tokenizer
 from dynmo.errors import ConfigError, InputError, one_line
-from dynmo.huggingface.saving import transformers_model
+from dynmo.huggingface.save import transformers_model
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.pipeline.torch_modes import public

@@ -19,7 +19,7 @@ from torch._C import _FunctionBase as FunctionBase
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dynmo.errors import ConfigError
 
@@ -29,6 +29,7 @@ __all__ = [
     "FunctionBase",
     "TorchDispatchMode",
     "tree_leaves",
+    "tree_map_only",
     "unset_fake_temporarily",
 ]
 

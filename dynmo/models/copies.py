@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dynmo.errors import ConfigError
 from dynmo.models.model import named_tensors
 
 _MOST_SHARED = 1000
@@ -28,6 +29,17 @@ def without_memory(layer: nn.Module) -> nn.Module:
         if isinstance(value, Tensor) and not value.is_leaf
     }
     return _copy(layer, computed | _emptied(layer, "meta")).to("meta")
+
+
+def copied(index: int, module: nn.Module) -> nn.Module:
+    try:
+        return without_memory(module)
+    except Exception as error:
+        raise ConfigError(
+            f"layer {index} ({type(module).__name__}) cannot be copied "
+            f"({type(error).__name__}: {error}); give Sequential functions that make the layers, "
+            "such as functools.partial(Block, ...)"
+        ) from error
 
 
 def as_fakes(layer: nn.Module) -> nn.Module:

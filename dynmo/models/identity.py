@@ -1,29 +1,33 @@
 """What decides a model's numbers, as text that two processes can compare.
 
     versions   Python, torch, dynmo
-    code       each file of the user's that the layers come from
+    code       each file of the user's that the layers come from, and each file that it imports;
+               installed packages by their versions
     layers     name, and of each module: class, tensors' shapes, plain attributes, hooks
 
 Values of weights and buffers are not part of it. A layer is made on the rank that holds it, and a
-newcomer gets them from there.
+newcomer gets them from there. A file is told by its compiled code: a changed constant counts, a
+changed comment does not. A file that is read or imported under a computed name cannot be seen.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import enum
 import hashlib
+import importlib.metadata
+import importlib.util
 import inspect
 import platform
 import re
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import PurePath
+from functools import lru_cache
+from pathlib import Path, PurePath
 from typing import Any, cast
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
@@ -31,7 +35,6 @@ from torch import Tensor, nn
 from dynmo.errors import RunError
 from dynmo.kernels.torch_private import is_compiled
 from dynmo.models.model import Model, defined_in, named_tensors
-from dynmo.models.source_code import code_of, dynmo_version, function_digest
 
 # Attributes that every module has. Its tensors are described apart.
 _OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -41,20 +44,24 @@ _OPAQUE = (
     "torch.distributed",
     "torch._C",
     "dynmo.runtime",
-    "dynmo.models.huggingface.skeleton.Unowned",
+    "dynmo.models.huggingface.stubs.Unowned",
     "dynmo.models.emulated.Pace",
     "logging",
     "threading",
     "_thread",
 )
-# Limits of what is written of an attribute: depth, objects, letters.
-_DEEPEST, _MOST, _LONGEST = 8, 100_000, 60
+# Limits of what is written of an attribute: depth, letters of an object.
+_DEEPEST, _LONGEST = 8, 60
 # Differences that a message names. It counts the others.
 _NAMED = 3
 
 # Indices in the names of a layer's modules, and attributes that are an index.
 _INDEX = re.compile(r"\d+")
 _IS_INDEX = re.compile(r"(^|[._])(index|idx)$")
+
+# These are compared apart, or with Python's version.
+_KNOWN = {"", "dynmo", "torch", *sys.stdlib_module_names} - {"__main__"}
+_DYNMO = Path(__file__).parents[1]
 
 
 class Identity(BaseModel):
@@ -97,20 +104,24 @@ class Identity(BaseModel):
     def differences(self, other: Identity) -> list[str]:
         """Returns what differs, with both values if a person can read them."""
         mine, others = dict(self.parts()), dict(other.parts())
-        keys = [key for key in {**mine, **others} if mine.get(key) != others.get(key)]
         files = {*self.code, *other.code}
         return [
             key
             if key in files
             else f"{key} ({mine.get(key, 'none')}, not {others.get(key, 'none')})"
-            for key in keys
+            for key in {**mine, **others}
+            if mine.get(key) != others.get(key)
         ]
 
 
 def _kind_of(description: Mapping[str, str]) -> str:
     parts = {_INDEX.sub("#", key): value for key, value in description.items()}
-    kept = {key: value for key, value in parts.items() if not _IS_INDEX.search(key)}
-    return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:16]
+    return _digest(sorted((k, v) for k, v in parts.items() if not _IS_INDEX.search(k)))
+
+
+def _digest(value: object) -> str:
+    content = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def first_of(differences: Sequence[str]) -> str:
@@ -120,12 +131,10 @@ def first_of(differences: Sequence[str]) -> str:
 
 def identity_from(record: object) -> Identity:
     """Reads what `Identity.model_dump` gave."""
-    try:
+    with contextlib.suppress(ValidationError):
         identity = Identity.model_validate(record)
         if {key for _, key in identity.layers} <= identity.descriptions.keys():
             return identity
-    except ValidationError:
-        pass
     raise RunError("it does not say what model it has; do all ranks run the same dynmo?")
 
 
@@ -137,15 +146,14 @@ def identity_of(model: Model, layers: Sequence[nn.Module]) -> Identity:
         for (owner, weight), (user, own) in model.tied:
             if user == index:
                 description[f"owner of {own}"] = f"{weight} of layer {owner}"
-        key = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
-        descriptions[key] = description
-        keys.append((name, key))
+        keys.append((name, _digest(description)))
+        descriptions[keys[-1][1]] = description
     modules = [module for layer in layers for module in layer.modules()]
     return Identity(
         versions={
             "Python": ".".join(platform.python_version_tuple()[:2]),
             "torch": torch.__version__,
-            "dynmo": dynmo_version(),
+            "dynmo": _dynmo_version(),
         },
         code=code_of([*model.code, *defined_in([model.loss, *modules])]),
         layers=tuple(keys),
@@ -160,116 +168,197 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
         trains = ", trains" if tensor.requires_grad else ""
         yield f"{what} {name}", f"{_form(tensor)}{trains}"
     for prefix, module in layer.named_modules():
-        path = f"{prefix}." if prefix else ""
-        yield f"class of {prefix or 'the layer'}", _class_name(type(module))
+        yield f"class of {prefix or 'the layer'}", _name_of(type(module))
         if is_compiled(module):
             continue  # torch.compile says how a process runs, and the module itself follows
         for name, value in sorted(vars(module).items()):
-            if name in _HOOKS and value:
-                # The keys count the hooks of the process.
-                yield f"{path}{name}", _short(_Writer(own).text(list(value.values())))
+            if name in _HOOKS and value:  # its keys count the hooks of the process
+                yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(list(value.values()))
             elif name not in _OWN:
-                yield f"{path}{name}", _short(_Writer(own).text(value))
+                yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(value)
 
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _class_name(kind: type) -> str:
-    module = kind.__module__
-    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
-
-
-def _short(text: str) -> str:
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[: _LONGEST - 20]}.. [{hashlib.sha256(text.encode()).hexdigest()[:12]}]"
+def _name_of(value: Any) -> str:
+    name = getattr(value, "__qualname__", None) or value.__name__
+    module = getattr(value, "__module__", None) or "builtins"
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 class _Writer:
-    """Writes objects as text that is the same in every process with equal objects."""
+    """Writes objects as text that is the same in every process with equal objects.
+
+    Args:
+        own: Ids of the layer's parameters and buffers, whose values do not count.
+    """
 
     def __init__(self, own: set[int]) -> None:
         self._own = own
-        # Ids of the objects around the one that is written, and number of objects so far.
-        self._around, self._count = list[int](), 0
+        # Texts by id. Objects are held, so that no id comes twice.
+        self._known = dict[int, tuple[object, str]]()
 
-    def text(self, value: Any) -> str:
-        self._count += 1
-        if id(value) in self._around or len(self._around) > _DEEPEST or self._count > _MOST:
-            return ".."
+    def text(self, value: Any, depth: int = 0) -> str:
         if isinstance(value, str):
-            return "a path" if value.startswith("/") else repr(value)
-        if isinstance(value, PurePath | torch.device):
-            return _class_name(type(value))
-        if isinstance(value, enum.Enum):
-            return f"{_class_name(type(value))}.{value.name}"
-        if isinstance(value, nn.Parameter) or id(value) in self._own:
-            return _form(value)
-        if isinstance(value, Tensor | np.ndarray):
-            return _array_text(value)
-        if isinstance(value, type):
-            return _class_name(value)
-        self._around.append(id(value))
-        try:
-            return self._compound(value)
-        finally:
-            self._around.pop()
+            return _short("a path" if value.startswith("/") else repr(value))
+        if value is None or isinstance(value, bool | int | float | complex | bytes):
+            return _short(repr(value))
+        if depth > _DEEPEST:
+            return ".."
+        if id(value) not in self._known:
+            self._known[id(value)] = value, ".."
+            self._known[id(value)] = value, _short(self._object(value, depth + 1))
+        return self._known[id(value)][1]
 
-    def _compound(self, value: Any) -> str:
-        kind = _class_name(type(value))
-        if isinstance(value, Mapping):
-            return self._mapping(value)
-        if isinstance(value, set | frozenset):
-            return f"{kind} {sorted(map(self.text, cast(set[Any], value)))}"
-        if isinstance(value, list | tuple | deque):
-            items = ", ".join(map(self.text, cast(Sequence[Any], value)))
-            return f"{'' if kind in ('list', 'tuple') else kind}[{items}]"
-        if isinstance(value, partial):
-            return f"partial{self.text((value.func, value.args, value.keywords))}"
-        if isinstance(value, types.MethodType):
-            return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if inspect.isroutine(value) or isinstance(value, types.ModuleType):
-            return str(getattr(value, "__qualname__", None) or value.__name__)
-        if kind.startswith(_OPAQUE):
+    def _object(self, value: Any, depth: int) -> str:
+        kind = _name_of(type(value))
+        if isinstance(value, Tensor):
+            return _form(value) if id(value) in self._own else _tensor_text(value)
+        if isinstance(value, PurePath) or kind.startswith(_OPAQUE) or kind == "torch.device":
             return kind
-        fields = {name: each for name, each in _fields(value) if name not in _OWN}
-        if fields:
-            return f"{kind}{self._mapping(fields)}"
-        text = repr(value)
-        return kind if " at 0x" in text else text
+        if isinstance(value, set | frozenset):
+            return f"{kind} {sorted(self.text(each, depth) for each in cast(set[Any], value))}"
+        if isinstance(value, types.FunctionType):
+            kind = f"{value.__qualname__} {_code_digest(value.__code__)}"
+        elif isinstance(value, type | types.ModuleType) or (
+            inspect.isroutine(value) and not isinstance(value, types.MethodType)
+        ):
+            return _name_of(value)
+        inside = ", ".join(self.text(each, depth) for each in _inside(value))
+        return f"{'' if kind in ('list', 'tuple', 'dict') else kind}[{inside}]"
 
-    def _mapping(self, value: Mapping[Any, Any]) -> str:
-        return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in value.items())}}}"
 
-    def _function(self, value: types.FunctionType) -> str:
-        given = [value.__defaults__, value.__kwdefaults__]
+def _inside(value: Any) -> Iterator[Any]:
+    """Yields what an object is made of."""
+    if isinstance(value, nn.Module):
+        value = {name: each for name, each in vars(value).items() if name not in _OWN}
+    if isinstance(value, Mapping):
+        for pair in cast(Mapping[Any, Any], value).items():
+            yield from pair
+    elif isinstance(value, list | tuple | deque):
+        yield from cast(Sequence[Any], value)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__)
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # it is not filled yet
-                given.append(cell.cell_contents)
-        texts = ", ".join(self.text(each) for each in given if each is not None)
-        return f"{value.__qualname__} {function_digest(value.__code__)} ({texts})"
+                yield cell.cell_contents
+    else:
+        try:
+            reduced = value.__reduce_ex__(2)
+        except Exception:  # it belongs to its process, as a lock does
+            return
+        for each in (reduced,) if isinstance(reduced, str) else reduced[1:]:
+            yield list(cast(Iterator[Any], each)) if isinstance(each, Iterator) else each
 
 
-def _array_text(value: Tensor | np.ndarray[Any, Any]) -> str:
-    if isinstance(value, np.ndarray):
-        content = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
-        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()[:12]}"
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]}.. [{_digest(text)[:12]}]"
+
+
+def _tensor_text(value: Tensor) -> str:
     # A tensor that was computed from parameters has values only where they are.
-    if value.is_meta or not value.is_leaf or value.layout != torch.strided:
+    is_parameter = isinstance(value, nn.Parameter)
+    if is_parameter or value.is_meta or not value.is_leaf or value.layout != torch.strided:
         return _form(value)
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    content = plain.view(torch.uint8).numpy().tobytes()
-    return f"{_form(value)} {hashlib.sha256(content).hexdigest()[:12]}"
+    return f"{_form(value)} {_digest(plain.view(torch.uint8).numpy().tobytes())}"
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        fields = kind.__dict__.get("__slots__", ())
-        for name in (fields,) if isinstance(fields, str) else fields:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+def code_of(modules: Iterable[str]) -> dict[str, str]:
+    """Returns the digests of modules, loaded or not, and of all that they import.
+
+    They are digests of files, by the path below the folder that each is imported from, and
+    versions of installed packages, by name.
+    """
+    code = dict[str, str]()
+    seen, waiting = set[str](), [*modules]
+    while waiting:
+        name = waiting.pop()
+        top, parents = name.partition(".")[0], name.split(".")[:-1]
+        path = None if name in seen or top in _KNOWN else _path_of(name)
+        seen.add(name)
+        if path is None:
+            continue
+        if {"site-packages", "dist-packages"} & {*path.parts}:
+            code[top] = _version_of(top)
+            continue
+        waiting.append(".".join(parents))
+        if path.is_file():
+            parents += [name.rpartition(".")[2]] if path.stem == "__init__" else []
+            status = path.stat()
+            digest, imports = _read(path, ".".join(parents), status.st_mtime_ns, status.st_size)
+            code["/".join((*parents, path.name))] = digest
+            waiting += imports
+    return dict(sorted(code.items()))
+
+
+def _path_of(name: str) -> Path | None:
+    """Returns the file of a module, or a namespace package's folder, without loading it."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is not None:
+        return Path(file).resolve()
+    below = name.replace(".", "/")
+    ends = ("/__init__.py", ".py", "")
+    tried = (Path(folder, f"{below}{end}").resolve() for folder in sys.path for end in ends)
+    return next((path for path in tried if path.exists()), None)
+
+
+@lru_cache(maxsize=4096)
+def _read(path: Path, package: str, modified: int, size: int) -> tuple[str, tuple[str, ...]]:
+    """Returns the digest of a file of code, and the names that it may import."""
+    content = path.read_bytes()
+    try:
+        digest = _code_digest(compile(content, "", "exec", dont_inherit=True, optimize=2))
+        return digest, tuple(_imports(ast.parse(content), package))
+    except (SyntaxError, ValueError):  # a compiled module
+        return _digest(content), ()
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            with contextlib.suppress(ImportError):  # beyond the top package
+                name = "." * node.level + (node.module or "")
+                base = importlib.util.resolve_name(name, package)
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+@lru_cache
+def _version_of(top: str) -> str:
+    try:
+        return importlib.metadata.version(top)
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(top)
+        return importlib.metadata.version(names[0]) if names else "unknown"
+
+
+@lru_cache
+def _dynmo_version() -> str:
+    """Returns a digest of dynmo's files, which says more than its version."""
+    digest = hashlib.sha256()
+    for path in sorted(_DYNMO.rglob("*.py")):
+        digest.update(path.relative_to(_DYNMO).as_posix().encode() + path.read_bytes())
+    return f"files {digest.hexdigest()[:12]}"
+
+
+def _code_digest(code: types.CodeType) -> str:
+    """Returns a digest of what code does, wherever it stands in its file."""
+
+    def parts(code: types.CodeType) -> tuple[Any, ...]:
+        inner = [
+            parts(x)
+            if isinstance(x, types.CodeType)
+            else sorted(map(repr, cast("frozenset[Any]", x)))  # its order is the process's
+            if isinstance(x, frozenset)
+            else repr(x)
+            for x in code.co_consts
+        ]
+        return code.co_code, inner, code.co_names, code.co_freevars
+
+    return _digest(parts(code))[:12]

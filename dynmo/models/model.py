@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models.extra_state import extra_state_problems
 from dynmo.models.loss import Counter, Loss, PieceLoss, counter_of, is_sum
@@ -175,7 +175,14 @@ def from_factories(
 
     def initialised(index: int) -> nn.Module:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        return factories[index]()
+        try:
+            layer: object = factories[index]()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"making layer {index} raised {described(error)}") from error
+        if not isinstance(layer, nn.Module):
+            kind = type(layer).__name__
+            raise ConfigError(f"what should make layer {index} returned a {kind}, not a module")
+        return layer
 
     def build(owned: Collection[int]) -> list[nn.Module]:
         layers = [
@@ -191,6 +198,10 @@ def from_factories(
             return build(owned)
 
     return Model(tuple(names), build_aside, loss, pairs, takes_targets, count=counter_of(loss))
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}{place(error)}"
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeGuard, cast
+from functools import wraps
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import ConfigError, place
+from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.kernels.torch_private import tree_leaves
 from dynmo.models import emulated, gpt
-from dynmo.models.copies import as_fakes, without_memory
-from dynmo.models.loss import Counter, Loss, counter_of, next_token_loss
-from dynmo.models.model import Factory, Model, check_layers, check_loss, defined_in, from_factories
+from dynmo.models.copies import as_fakes, copied, without_memory
+from dynmo.models.loss import Loss, next_token_loss
+from dynmo.models.model import Model, defined_in, described, from_factories
 from dynmo.models.options import ModelOptions
 from dynmo.models.sequential import Sequential
-from dynmo.models.tied import Pair
 
 # Functions that make a model of options, seed and options of cases, or where they are.
 KINDS: dict[str, Callable[[ModelOptions, int, Iterable[Any]], Model] | str] = {
@@ -72,17 +68,6 @@ def load_model(
     return replace(model, options=options)
 
 
-class _Returned(NamedTuple):
-    """What the user's function returned."""
-
-    layers: list[nn.Module] | list[Factory]
-    loss: Loss
-    tied: tuple[Pair, ...] = ()
-    counter: Counter | None = None
-    targets: tuple[str, ...] = ("labels",)
-    inputs: tuple[str, ...] = ()
-
-
 def from_function(path: str, seed: int) -> Model:
     """Makes a model of the user's own function.
 
@@ -91,107 +76,64 @@ def from_function(path: str, seed: int) -> Model:
     handed out when they are built first.
     """
     where = f"model.kind = 'python:{path}'"
-    found = _find_function(where, path)
-    function = partial(_call, where, path.partition(":")[2], found, seed)
-    first = function()
-    layers = _Layers(first, function, seed)
-    # Tensors of a loss are made with the layers, so shapes alone have a loss of their own. The key
-    # says what tensors it has.
-    losses: dict[tuple[type[Tensor], bool], Loss] = {(Tensor, _on_meta()): first.loss}
-
-    def loss(output: Any, targets: Any) -> Tensor:
-        device = next((x.device for x in tree_leaves(output) if isinstance(x, Tensor)), None)
-        key = _tensor_type(), device is not None and device.type == "meta"
-        if key not in losses:
-            losses[key] = function().loss
-        own = losses[key]
-        if isinstance(own, nn.Module):
-            own.to(device)
-        return own(output, targets)
-
+    function = _find_function(where, path)
+    first = _called(where, path, function, seed)
+    if isinstance(first.given[0], nn.Module):
+        build = _Modules(first, lambda: _called(where, path, function, seed)).build
+    else:
+        build = from_factories(first.names, first.given, seed, first.loss, first.tied).build
+    try:
+        layers = build(())
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return Model(
-        layers.names,
-        layers.build,
-        first.loss if _keeps_no_tensor(first.loss) else loss,
+        tuple(f"{index}.{type(layer).__name__}" for index, layer in enumerate(layers)),
+        build,
+        _anywhere(first.loss),
         first.tied,
-        code=(path.partition(":")[0], *defined_in([found, first.loss])),
+        code=(path.partition(":")[0], *defined_in([function, first.loss])),
         inputs=first.inputs,
         targets=first.targets,
-        count=first.counter,
+        count=first.count,
     )
 
 
-class _Layers:
-    """The layers of a user's function, which is called again only if there is no other way.
+class _Modules:
+    """The modules that a user's function made. They are handed out once."""
 
-    Attributes:
-        names: Index and class of each layer.
-    """
-
-    def __init__(self, first: _Returned, function: Callable[[], _Returned], seed: int) -> None:
-        self._function, self._seed, self._tied = function, seed, first.tied
-        # Real modules, until they are handed out.
-        self._whole: list[nn.Module] | None = None
-        # Copies without memory, if all layers can be copied.
-        self._copies: list[nn.Module] | None = None
-        self._factories: list[Factory] = []
-        if not _are_modules(first.layers):
-            self._factories = cast("list[Factory]", first.layers)
-            layers = self._copies = self._made(self._factories, ())
-        elif _on_meta():
-            layers = self._copies = first.layers
-        else:
-            layers = self._whole = first.layers
-        self.names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
+    def __init__(self, first: Sequential, again: Callable[[], Sequential]) -> None:
+        self._given: list[nn.Module] | None = first.given
+        self._again = again
+        self._copies = [copied(index, module) for index, module in enumerate(first.given)]
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
-        known = self._whole or self._copies
-        is_fake = _tensor_type() is not Tensor
-        if known is not None and (is_fake or not owned):
-            copies = _copied(known, as_fakes if is_fake else without_memory)
-            if copies is not None:
-                return copies
-        if self._factories:
-            copies = _copied(self._copies or [], without_memory)
-            factories = [
-                make if copies is None or index in owned else partial(copies.__getitem__, index)
-                for index, make in enumerate(self._factories)
-            ]
-            return self._made(factories, owned)
-        if is_fake or self._whole is None:
-            layers = cast("list[nn.Module]", self._function().layers)
-        else:
-            layers, self._whole = self._whole, None
-            self._copies = _copied(layers, without_memory)
+        if _is_fake():
+            return [as_fakes(layer) for layer in self._copies]
+        if not owned:
+            return [without_memory(layer) for layer in self._copies]
+        layers, self._given = self._given or self._again().given, None
         return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
 
-    def _made(self, factories: Sequence[Factory], owned: Collection[int]) -> list[nn.Module]:
-        names = [""] * len(factories)
-        made = from_factories(names, factories, self._seed, next_token_loss, self._tied)
-        return made.build(owned)
+
+def _is_fake() -> bool:
+    """True in a run of shapes only."""
+    return type(torch.empty(0)) is not Tensor
 
 
-def _copied(
-    layers: Sequence[nn.Module], copy: Callable[[nn.Module], nn.Module]
-) -> list[nn.Module] | None:
-    """Returns copies, or None if some layer cannot be copied."""
-    try:
-        return [copy(layer) for layer in layers]
-    except Exception:  # whatever the attributes of the user's modules raise
-        return None
+def _anywhere(loss: Loss) -> Loss:
+    """Lets a loss with tensors run on the device of its inputs, and on shapes alone."""
+    if not isinstance(loss, nn.Module) or not [*loss.parameters(), *loss.buffers()]:
+        return loss
 
+    @wraps(loss, assigned=())  # it has the attributes of the loss, such as `reduction`
+    def run(output: Any, targets: Any) -> Tensor:
+        if _is_fake():
+            return as_fakes(loss)(output, targets)
+        like = next(each for each in tree_leaves(output) if isinstance(each, Tensor))
+        own = without_memory(loss) if like.is_meta else loss.to(like.device)
+        return own(output, targets)
 
-def _keeps_no_tensor(loss: Loss) -> bool:
-    if isinstance(loss, nn.Module):
-        return next(chain(loss.parameters(), loss.buffers()), None) is None
-    if not isinstance(loss, FunctionType) or loss.__closure__ is not None:
-        return False
-    defaults = (*(loss.__defaults__ or ()), *(loss.__kwdefaults__ or {}).values())
-    return not any(isinstance(value, Tensor) for value in defaults)
-
-
-def _on_meta() -> bool:
-    return torch.empty(0).is_meta
+    return run
 
 
 def _find_function(where: str, path: str) -> Callable[[], object]:
@@ -205,82 +147,28 @@ def _find_function(where: str, path: str) -> Callable[[], object]:
             f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
         ) from error
     except (Exception, SystemExit) as error:  # anything that the user's code raises
-        raise ConfigError(f"{where}: importing {module_name} raised {_describe(error)}") from error
+        raise ConfigError(f"{where}: importing {module_name} raised {described(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(
-            f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}"
-        )
+        file = getattr(module, "__file__", None)
+        raise ConfigError(f"{where}: {module_name} ({file}) has no function {function_name}")
     return function
 
 
-def _call(where: str, name: str, function: Callable[[], object], seed: int) -> _Returned:
+def _called(where: str, path: str, function: Callable[[], object], seed: int) -> Sequential:
     """Calls the user's function. Each call makes the layers anew, from the same bits."""
+    name = path.partition(":")[2]
     try:
         with generators_kept(torch.device("cpu")):
             torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
             returned = function()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: {name}() raised {_describe(error)}") from error
-    layers, loss = (
-        (returned.given, returned.loss)
-        if isinstance(returned, Sequential)
-        else returned
-        if isinstance(returned, tuple) and len(returned) == 2
-        else (returned, next_token_loss)
-    )
-    if (
-        not isinstance(layers, list | nn.ModuleList | nn.Sequential)
-        or not all(callable(x) for x in layers)
-        or len({isinstance(x, nn.Module) for x in layers}) != 1
-        or not callable(loss)
-    ):
-        raise ConfigError(
-            f"{where}: {name}() must return a list of torch modules or of functions "
-            "that make one each, (list, loss), or a dynmo.Sequential"
-        )
-    check_loss(where, loss, list(layers))
-    if isinstance(layers[0], nn.Module):
-        check_layers(where, list(layers))
-        used = list(layers)
-    else:
-        used = [partial(_make_layer, where, index, make) for index, make in enumerate(layers)]
+        raise ConfigError(f"{where}: {name}() raised {described(error)}") from error
     if isinstance(returned, Sequential):
-        rest = returned.tied, returned.count, returned.targets, returned.inputs
-        return _Returned(used, returned.loss, *rest)
-    return _Returned(used, cast(Loss, loss), counter=counter_of(loss))
-
-
-def _shadowed_hint(module: ModuleType) -> str:
-    """Returns a hint if an installed module hides the user's own of the same name."""
-    own = Path(f"{module.__name__.replace('.', '/')}.py")
-    file = getattr(module, "__file__", None)
-    if file is None or not own.is_file() or own.resolve() == Path(file).resolve():
-        return ""
-    return f"; it was imported from {file}, so rename {own}"
-
-
-def _are_modules(layers: list[nn.Module] | list[Factory]) -> TypeGuard[list[nn.Module]]:
-    return isinstance(layers[0], nn.Module)
-
-
-def _make_layer(where: str, index: int, factory: Callable[[], object]) -> nn.Module:
+        return returned
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else None
+    layers, loss = pair or (returned, next_token_loss)
     try:
-        layer = factory()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: making layer {index} raised {_describe(error)}") from error
-    if not isinstance(layer, nn.Module):
-        raise ConfigError(
-            f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a "
-            "torch module"
-        )
-    return layer
-
-
-def _tensor_type() -> type[Tensor]:
-    """Returns the class of new tensors: a fake tensor in a run of shapes only."""
-    return type(torch.empty(0))
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}{place(error)}"
+        return Sequential(cast(Any, layers), cast(Any, loss))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: what {name}() returns: {error}") from error

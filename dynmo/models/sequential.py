@@ -12,7 +12,7 @@ from torch import nn
 from dynmo.counterparts import names_checked
 from dynmo.errors import ConfigError
 from dynmo.kernels.deferral import uninstall
-from dynmo.models.copies import without_memory
+from dynmo.models.copies import copied
 from dynmo.models.loss import Counter, Loss, counter_of, is_sum, next_token_loss
 from dynmo.models.model import (
     Factory,
@@ -91,12 +91,13 @@ class Sequential(Model):
         count: Counter | None = None,
         tied: Iterable[Pair] = (),
     ) -> None:
-        given = list(layers)
+        given = list(layers) if isinstance(layers, Iterable) else []
         modules = [layer for layer in given if isinstance(layer, nn.Module)]
-        if not given or len(modules) not in (0, len(given)) or not all(map(callable, given)):
+        is_mixed = len(modules) not in (0, len(given))
+        if not given or is_mixed or not all(map(callable, [*given, loss])):
             raise ConfigError(
                 "Sequential needs a list of torch modules, or a list of functions that make one "
-                "module each"
+                "module each, and a loss that can be called"
             )
         if names is not None and len(names) != len(given):
             raise ConfigError(
@@ -166,19 +167,8 @@ def _fingerprint(module: nn.Module) -> str:
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
     def build(owned: Collection[int]) -> list[nn.Module]:
         return [
-            module if index in owned else _copied(index, module)
+            module if index in owned else copied(index, module)
             for index, module in enumerate(modules)
         ]
 
     return build
-
-
-def _copied(index: int, module: nn.Module) -> nn.Module:
-    try:
-        return without_memory(module)
-    except Exception as error:
-        raise ConfigError(
-            f"layer {index} ({type(module).__name__}) cannot be copied "
-            f"({type(error).__name__}: {error}); give Sequential functions that make the layers, "
-            "such as functools.partial(Block, ...)"
-        ) from error

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.group_placement import GroupPlacement
+from dynmo.models.identity import code_of
 from dynmo.models.model import defined_in
-from dynmo.models.source_code import code_of
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import first_difference

@@ -136,7 +136,7 @@ class Loader:
 
     def _check_packing(self) -> None:
         """Raises ConfigError on every rank if a layer mixes the samples of a packed row."""
-        from dynmo.models.huggingface.packing_check import check_packing
+        from dynmo.models.huggingface.rows import check_packing
 
         pipeline, error = self._pipeline, None
         options = pipeline.mesh.model.options

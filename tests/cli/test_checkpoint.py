@@ -17,7 +17,7 @@ from torch import nn
 
 import dynmo
 from dynmo.cases.pruning.sparse_linear import linears, prune
-from dynmo.huggingface import from_checkpoint, from_pretrained, save_pretrained
+from dynmo.huggingface import checkpoint, from_pretrained, save_pretrained
 from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.models.huggingface.model import Cut
@@ -123,7 +123,7 @@ def test_large_models_have_several_files(
     save_model(source, "mixtral")
     pipeline = trained(world, source)
     step = pipeline.save(tmp_path / "saved")
-    monkeypatch.setattr(from_checkpoint, "_MOST", 50_000)
+    monkeypatch.setattr(checkpoint, "_MOST", 50_000)
     answer = json.loads(export(step, out, "--model", source, "--json").out)
     assert answer["files"] == [f"model-{at:05}-of-00007.safetensors" for at in range(1, 8)]
     beside = {"config.json", "generation_config.json", "model.safetensors.index.json"}

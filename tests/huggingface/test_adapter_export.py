@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
-from dynmo.models.huggingface.adapter_files import WEIGHTS
+from dynmo.huggingface.checkpoint import export_checkpoint, find_checkpoint
+from dynmo.models.huggingface.adapters import WEIGHTS
 from tests.huggingface.jobs import equal
 from tests.models.huggingface import adapter_jobs
 from tests.models.huggingface.saved_models import folder_of

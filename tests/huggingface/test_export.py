@@ -17,9 +17,9 @@ import dynmo
 from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import ConfigError, RunError
 from dynmo.huggingface import save_pretrained
-from dynmo.huggingface.from_checkpoint import in_shards
-from dynmo.huggingface.saved_form import SavedForm
-from dynmo.huggingface.tensor_file import TensorFile
+from dynmo.huggingface.checkpoint import in_shards
+from dynmo.huggingface.folder import TensorFile
+from dynmo.huggingface.save import in_files
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
@@ -127,8 +127,8 @@ def test_pruned_weights_are_dense(sparse: bool) -> None:
     assert isinstance(linear, nn.Linear)
     wanted = linear.weight.detach() * (linear.weight > 0)
     prune(linear, linear.weight.detach().flatten() > 0, sparse, {})
-    state, form = exact_state(layer, {}), SavedForm(model, None)
-    assert torch.equal(form.tensors(state)[f"{name}.weight"], wanted)
+    state = exact_state(layer, {})
+    assert torch.equal(in_files(model, state, None)[f"{name}.weight"], wanted)
     shapes = shapes_of_state(layer)
     assert {k: t.shape for k, t in state.items()} == {k: t.shape for k, t in shapes.items()}
 

@@ -17,10 +17,10 @@ import dynmo
 from docs.tools.folders import PAGE, row
 from dynmo.errors import DynmoError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.huggingface.from_checkpoint import export_checkpoint
-from dynmo.models.huggingface.adapter_files import WEIGHTS
-from dynmo.models.huggingface.adapter_names import is_adapter, saved_name
+from dynmo.huggingface.checkpoint import export_checkpoint
+from dynmo.models.huggingface.adapters import WEIGHTS
 from dynmo.models.huggingface.model import HuggingFaceModel
+from dynmo.models.huggingface.names import is_adapter, saved_name
 from dynmo.pipeline.options import grouped
 from tests.combinations import mostly_matrix
 from tests.huggingface.test_export import weights

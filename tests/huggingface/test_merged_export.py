@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.huggingface.from_checkpoint import export_checkpoint, find_checkpoint
+from dynmo.huggingface.checkpoint import export_checkpoint, find_checkpoint
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.lora_trials import PARTS, TRIALS, sgd
 from tests.models.huggingface.saved_models import copy_of

@@ -9,31 +9,62 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    TaskType,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+)
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.config import LoraRuntimeConfig, VeloraConfig
 from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dynmo.errors import ConfigError
-from dynmo.models.huggingface.adapter_files import AdapterFiles
-from dynmo.models.huggingface.adapter_names import NAME
-from dynmo.models.huggingface.folder_class import Renamed
-from dynmo.models.huggingface.lora_options import check
-from dynmo.models.huggingface.values import has_no_values
+from dynmo.errors import ConfigError, first_line
+from dynmo.models.huggingface.load import Reader, Stored, header_of
+from dynmo.models.huggingface.names import NAME, PREFIX, Renamed, saved_name
+from dynmo.models.huggingface.stubs import has_no_values
 from dynmo.models.options import LoraOptions
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 # What peft raises. It asserts that there is a GPU, say.
 REFUSALS = ValueError, TypeError, KeyError, AssertionError, ImportError, RuntimeError
+
+_DATA = (
+    "it takes its start from data that the whole model sees; let peft prepare it, save the "
+    "adapters, and give their folder"
+)
+_BASE = (
+    "the folder does not say which weights lie under its adapters; let peft save it with "
+    "path_initial_model_for_weight_conversion"
+)
+
+# Options that cannot work, and the reason of each.
+_REFUSED = {
+    "megatron_config": "it is for layers of Megatron, which transformers has not; leave it out",
+    "use_qalora": "it is for GPTQ weights, and dynmo trains beside float weights; leave it out",
+    "arrow_config": "it chooses between several trained adapters, and dynmo trains one; leave it "
+    "out",
+    "monteclora_config": "it keeps random numbers outside of the layer, and they would not move "
+    "with it; leave it out",
+    "alora_invocation_tokens": "adapters look for these tokens in the ids, which go to the first "
+    "layer alone; leave it out",
+}
+# Values of `init_lora_weights` that cannot start here.
+_INITS = ("eva", "corda", "lora_ga")
 
 
 class Adapters:
@@ -62,7 +93,7 @@ class Adapters:
     ) -> None:
         self._files = AdapterFiles(Path(lora), names) if isinstance(lora, str | Path) else None
         given = lora if isinstance(lora, LoraConfig) or self._files is None else self._files.config
-        check(given, is_folder=self._files is not None)
+        _check(given, is_folder=self._files is not None)
         self.config = copy.deepcopy(cast(LoraConfig, given))
         self.config.task_type = self.config.task_type or TaskType.CAUSAL_LM
         if base is not None:
@@ -157,7 +188,7 @@ def _saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _refusal(error: Exception, model: nn.Module | None = None) -> ConfigError:
-    text = (str(error).strip().splitlines() or [""])[0]
+    text = first_line(error)
     if "layers_to_transform" in text:
         return ConfigError(f"lora: {text} Blocks have numbers from 0 on.")
     if model is not None and "not found in the base model" in text:
@@ -187,7 +218,7 @@ def lora_config(options: LoraOptions) -> LoraConfig:
             lora_dropout=options.dropout,
         )
     except ValueError as error:
-        raise ConfigError(f"model.lora: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"model.lora: {first_line(error)}") from None
 
 
 def adapters_in(module: nn.Module) -> Iterator[LoraLayer]:
@@ -195,3 +226,156 @@ def adapters_in(module: nn.Module) -> Iterator[LoraLayer]:
     for each in module.modules():
         if isinstance(each, LoraLayer):
             yield each
+
+
+class AdapterFiles:
+    """Adapters to go on from.
+
+    Args:
+        folder: A folder that peft or dynmo has written.
+        names: The names of another class. The adapters may be of either class.
+
+    Attributes:
+        config: The config of the adapters.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the adapters are no LoRA.
+    """
+
+    def __init__(self, folder: Path, names: Renamed) -> None:
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder} has no {name}; give a folder that peft has written")
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{folder / CONFIG}: {first_line(error)}") from None
+        if not isinstance(config, LoraConfig):
+            raise ConfigError(f"{folder / CONFIG} is of {config.peft_type}; dynmo trains LoRA")
+        config.inference_mode = False
+        self._stored: dict[str, Stored] = dict(header_of(folder / WEIGHTS))
+        others = {f"{PREFIX}{other}" for own, other in names.modules.items() if own != other}
+        is_other = any(key.partition(".lora_")[0] in others for key in self._stored)
+        self._names = names if is_other else Renamed()
+        if is_other:
+            config = renamed_config(config, names.reversed())
+        self.folder, self.config = folder, config
+
+    def check(self, model: nn.Module, saved: Mapping[str, str]) -> None:
+        """Checks that the adapters fit a model that has such ones.
+
+        peft may save the embedding beside its adapters.
+
+        Args:
+            saved: Names in the file of what is saved, by names in the model.
+
+        Raises:
+            ConfigError: They were trained on another base.
+        """
+        state = model.state_dict()
+        wanted = {self._key(key): state[name].shape for name, key in saved.items()}
+        known = wanted | {self._key(name): tensor.shape for name, tensor in state.items()}
+        for name in sorted(wanted.keys() - self._stored.keys())[:1]:
+            raise ConfigError(f"{self._of_another_base()}: the file has no {name}")
+        for name in sorted(self._stored.keys() - known.keys())[:1]:
+            raise ConfigError(f"{self._of_another_base()}: the file has {name}")
+        for name, stored in self._stored.items():
+            if known[name] != stored.shape:
+                raise ConfigError(
+                    f"{self._of_another_base()}: {name} is {list(stored.shape)}, and the model's "
+                    f"is {list(known[name])}"
+                )
+
+    def _of_another_base(self) -> str:
+        base = self.config.base_model_name_or_path
+        return f"{self.folder} has adapters of another base ({base or 'unknown'})"
+
+    def fill(self, layer: nn.Module, saved: Mapping[str, str]) -> None:
+        """Sets the values of a layer that the file has."""
+        with Reader() as reader, torch.no_grad():
+            for name, tensor in layer.state_dict().items():
+                key = self._key(saved.get(name, name))
+                if key in self._stored:
+                    tensor.copy_(reader.tensor(self.folder / WEIGHTS, key))
+
+    def _key(self, name: str) -> str:
+        return saved_name(name, self._names)
+
+
+def _check(lora: object, is_folder: bool) -> None:
+    """Refuses what is no LoRA, and options that cannot work.
+
+    Args:
+        is_folder: Whether the config comes with the values of adapters.
+
+    Raises:
+        ConfigError: It names the option.
+    """
+    if not isinstance(lora, LoraConfig):
+        raise ConfigError(f"lora is a {type(lora).__name__}; give a peft.LoraConfig, or a folder")
+    for problem in _problems(lora, is_folder):
+        raise ConfigError(f"lora.{problem}")
+
+
+def _problems(lora: LoraConfig, is_folder: bool) -> Iterator[str]:
+    for name, reason in _REFUSED.items():
+        if getattr(lora, name, None):
+            yield f"{name}: {reason}"
+    init = str(lora.init_lora_weights)
+    is_unknown = init == "corda" or init.startswith("pissa_niter")
+    if is_folder and is_unknown:
+        yield f"init_lora_weights = {init!r}: {_BASE}"
+    if init in _INITS and not is_folder:
+        yield f"init_lora_weights = {init!r}: {_DATA}"
+    velora = lora.velora_config
+    if velora is not None and getattr(velora, "init_type", "") == "batch_average_once":
+        yield (
+            "velora_config.init_type = 'batch_average_once': the first batch would decide on each "
+            "rank anew; use 'batch_average' or 'random'"
+        )
+
+
+def renamed_config(config: LoraConfig, names: Renamed) -> LoraConfig:
+    """Returns a config whose targets are named one by one, as another class names them.
+
+    So nothing else in that class is a target.
+
+    Args:
+        config: The config for the class whose names are replaced.
+    """
+    made = copy.deepcopy(config)
+    modules = [path for path in names.modules if check_target_module_exists(config, path)]
+    ends = config.target_parameters or ()
+    parameters = [
+        name for name in names.parameters if any(f".{name}".endswith(f".{end}") for end in ends)
+    ]
+    if config.target_modules is not None:
+        made.target_modules = sorted(names.modules[path] for path in modules)
+    if config.target_parameters is not None:
+        made.target_parameters = sorted(names.parameters[name] for name in parameters)
+    if config.modules_to_save:
+        made.modules_to_save = _ending(config.modules_to_save, names)
+    if isinstance(config.trainable_token_indices, dict):
+        made.trainable_token_indices = {
+            path: indices
+            for key, indices in config.trainable_token_indices.items()
+            for path in _ending([key], names)
+        }
+    made.layers_to_transform = made.layers_pattern = made.exclude_modules = None
+    every = {path: names.modules[path] for path in modules}
+    every |= {name: names.parameters[name] for name in parameters}
+    made.rank_pattern = _by_target(config.rank_pattern, every)
+    made.alpha_pattern = _by_target(config.alpha_pattern, every)
+    return made
+
+
+def _ending(keys: list[str], names: Renamed) -> list[str]:
+    """Returns the modules whose paths end with a key, by their paths in the other class."""
+    return sorted(other for path, other in names.modules.items() if path.endswith(tuple(keys)))
+
+
+def _by_target(pattern: Mapping[str, Any] | None, targets: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the value of each target that a pattern matches, by its other name."""
+    values = pattern or {}
+    keys = {name: get_pattern_key([*values], name) for name in targets}
+    return {targets[name]: values[key] for name, key in keys.items() if key in values}

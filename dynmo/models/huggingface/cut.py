@@ -13,21 +13,26 @@ Everything else stays whole.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.models.huggingface.skeleton import (
+from dynmo.models.huggingface.private import experts_on_shapes
+from dynmo.models.huggingface.probe import Structure
+from dynmo.models.huggingface.stubs import (
+    AddsNothing,
+    Arguments,
     PassedOver,
-    Substitute,
+    has_weights,
+    hidden_of,
     mapped,
     shallow_copy,
     tensors_of,
 )
-from dynmo.models.huggingface.structure import Structure, has_weights
-from dynmo.models.huggingface.transformers_private import experts_on_shapes
 
 
 @dataclass(frozen=True)
@@ -45,23 +50,6 @@ class Halves:
     others: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-class AddsNothing(Substitute):
-    """Returns zeros of the shape of its input.
-
-    Args:
-        elements: Length of the tuple that the module returns. None if it returns a tensor.
-    """
-
-    def __init__(self, module: nn.Module, elements: int | None) -> None:
-        super().__init__(module)
-        self._elements = elements
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
-        zeros = torch.zeros_like(given)
-        return zeros if self._elements is None else (zeros, *[None] * (self._elements - 1))
-
-
 def half_of(block: nn.Module, halves: Halves, half: int) -> nn.Module:
     """Returns one half of a block: a copy that keeps the children of the half only."""
     twin, other = shallow_copy(block), 1 - half
@@ -72,7 +60,7 @@ def half_of(block: nn.Module, halves: Halves, half: int) -> nn.Module:
     return twin
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A call of a child during the probe."""
 
@@ -93,7 +81,7 @@ def halves_of(structure: Structure, index: int) -> Halves | str:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             # What a child returns is a new leaf for those that come after it.
             given = [x for x in tensors_of((args, kwargs)) if x.requires_grad]
-            leaf = mapped(output, lambda x: _traced(x))
+            leaf = mapped(output, _traced)
             calls.append(_Call(name, given, leaf))
             return leaf
 
@@ -112,7 +100,7 @@ def halves_of(structure: Structure, index: int) -> Halves | str:
     finally:
         for each in removable:
             each.remove()
-    halves = _halves(block, calls, hidden, out[0] if isinstance(out, tuple | list) else out)
+    halves = _halves(block, calls, hidden_of(out))
     if isinstance(halves, Halves) and not _passes_on(structure, index, halves):
         return "the hidden states change even where a module adds nothing"
     return halves
@@ -123,17 +111,16 @@ def _passes_on(structure: Structure, index: int, halves: Halves) -> bool:
     taken: list[Tensor] = []
     bare = half_of(half_of(structure.block(index), halves, 0), halves, 1)
     bare.get_submodule(halves.main[1]).register_forward_pre_hook(
-        lambda _, args, kwargs: taken.append(next(tensors_of((args, kwargs)))), with_kwargs=True
+        lambda _, args, kwargs: taken.append(tensors_of((args, kwargs))[0]), with_kwargs=True
     )
     args, kwargs = mapped(structure.arguments[index], lambda x: torch.zeros(x.shape, dtype=x.dtype))
     shape = structure.hidden.shape
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
-            out = bare(hidden, *args, **kwargs)
+            out = hidden_of(bare(hidden, *args, **kwargs))
     except Exception:
         return False
-    out = out[0] if isinstance(out, tuple | list) else out
     return torch.equal(out, hidden) and all(torch.equal(each, hidden) for each in taken)
 
 
@@ -141,7 +128,7 @@ def _traced(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -> Halves | str:
+def _halves(block: nn.Module, calls: list[_Call], out: Tensor) -> Halves | str:
     names = [call.name for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -158,20 +145,19 @@ def _halves(block: nn.Module, calls: list[_Call], hidden: Tensor, out: Tensor) -
     elements = list[int | None]()
     for call in main:
         many = isinstance(call.output, tuple | list)
-        rest = list(tensors_of(call.output[1:])) if many else []
+        rest = tensors_of(call.output[1:]) if many else []
         if any(_depends(out, x) for x in rest if x.requires_grad):
             return f"{call.name} returns several tensors that count"
         elements.append(len(call.output) if many else None)
     others: tuple[list[str], list[str]] = ([], [])
-    produced = {id(x) for x in tensors_of(first.output)}
+    produced, is_after = {id(x) for x in tensors_of(first.output)}, False
     for call in calls:
-        if call is first or call is second:
+        is_after |= call is first
+        if call in main:
             continue
-        after_first = calls.index(call) > calls.index(first)
-        own_output = any(id(x) in produced for x in call.inputs)
-        half = 0 if not after_first or own_output else 1
-        others[half].append(call.name)
-        if half == 0 and after_first:
+        is_own = not is_after or any(id(x) in produced for x in call.inputs)
+        others[0 if is_own else 1].append(call.name)
+        if is_own and is_after:
             produced.update(id(x) for x in tensors_of(call.output))
     if not _second_needs_first(calls, first, second):
         return "its two modules take the same hidden states (parallel attention)"
@@ -215,3 +201,31 @@ def _second_needs_first(calls: list[_Call], first: _Call, second: _Call) -> bool
                     seen.add(id(leaf))
                     reached += call.inputs
     return False
+
+
+@contextmanager
+def evaluated(*parts: nn.Module) -> Generator[None]:
+    """Sets modules to evaluation. Each gets its mode back."""
+    modes = {module: module.training for part in parts for module in part.modules()}
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+
+
+@torch.no_grad()
+def keeps_numbers(
+    first: nn.Module, second: nn.Module, halves: Halves, hidden: Tensor, arguments: Arguments
+) -> bool:
+    """Whether two halves with values compute what their block computes."""
+    args, kwargs = arguments
+    whole = shallow_copy(first)
+    for name in (halves.main[1], *halves.others[1]):
+        whole._modules[name] = second._modules[name]
+    with evaluated(whole, first, second):
+        wanted = hidden_of(whole(hidden, *args, **kwargs))
+        half = hidden_of(first(hidden, *args, **kwargs))
+        return torch.equal(wanted, hidden_of(second(half, *args, **kwargs)))

@@ -6,44 +6,37 @@ import copy
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from dynmo.counterparts import counterpart
-from dynmo.errors import ConfigError, not_installed
-from dynmo.kernels.deferral import register_split
+from dynmo.errors import ConfigError, first_line, not_installed
 from dynmo.kernels.seeds import Purpose, mix
-from dynmo.models.huggingface.building import Builder
-from dynmo.models.huggingface.configs import meta_model, read_config
+from dynmo.kernels.torch_private import unset_fake_temporarily
+from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, places
 from dynmo.models.huggingface.cut import Halves, halves_of
-from dynmo.models.huggingface.folder_class import FolderClass, folder_class_of
-from dynmo.models.huggingface.frozen import Freeze, frozen_layers
-from dynmo.models.huggingface.loading import Weights, weights_of
-from dynmo.models.huggingface.packed_rows import check_rows
-from dynmo.models.huggingface.router import (
-    piece_with_router_loss,
-    router_loss_of,
-    weighted_router_loss,
-    with_router_loss,
-)
-from dynmo.models.huggingface.split_conv1d import SplitConv1D
-from dynmo.models.huggingface.structure import (
-    Structure,
-    UnfitModelError,
-    find_blocks,
-    structure_of,
-)
-from dynmo.models.huggingface.transformers_private import initialise
-from dynmo.models.huggingface.types import Types
+from dynmo.models.huggingface.layers import TypesAt
+from dynmo.models.huggingface.load import Weights, weights_of
+from dynmo.models.huggingface.names import FolderClass, folder_class_of
+from dynmo.models.huggingface.private import initialise, types_after_loading
+from dynmo.models.huggingface.probe import Structure, UnfitModelError, find_blocks, structure_of
+from dynmo.models.huggingface.router import router_loss_of
+from dynmo.models.huggingface.rows import check_rows
 from dynmo.models.loss import Loss, causal_lm_loss, count_labels, is_sum
 from dynmo.models.model import Model, check_loss
 from dynmo.models.options import ModelOptions
@@ -52,8 +45,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _logger = logging.getLogger(__name__)
-
-register_split(Conv1D, SplitConv1D)
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -85,7 +76,7 @@ class HuggingFaceModel(Model):
     saved: Mapping[str, str] = field(default_factory=dict)
     weights: Weights | None = None
     whole: Mapping[int, str] = field(default_factory=dict)
-    types: Types
+    types: TypesAt
     folder_class: FolderClass
 
     @property
@@ -150,28 +141,30 @@ def from_pretrained(  # noqa: PLR0913
     _replace(config, config_values)
     if cut not in ("auto", "blocks"):
         raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
-    model = meta_model(folder or type(config).__name__, config, trust_remote_code)
+    where = folder or type(config).__name__
+    made_in = partial(meta_model, where, config, trust_remote_code)
+    model = made_in()
     if _stop_checkpointing(model) and os.environ.get("RANK", "0") == "0":
         _logger.warning(
             "gradient_checkpointing in the model's config is switched off; use train.recompute in "
             "a file, or recompute= in Python"
         )
     weights = weights_of(folder, model, seed) if folder is not None else None
-    folder_class = folder_class_of(folder, config, model, weights)
+    with one_line(where):
+        stored, used = ((), {}) if weights is None else (weights.stored, weights.names)
+        folder_class = folder_class_of(config, model, stored, used)
     adapters = None
     if lora is not None:
         adapters = _adapters_module().Adapters(model, lora, folder, folder_class.names)
         if adapters.blocks is not None and weights is not None:
             weights.repeat(find_blocks(model), adapters.blocks)
-    types = Types(
-        model,
-        lambda dtype: meta_model(folder or type(config).__name__, config, trust_remote_code, dtype),
-    )
+
+    types = _types_of(model, made_in)
     router = router_loss_of(model)
     if router is not None:
         # dynmo sums it over the layers. The model's own forward need not.
         model.config.get_text_config().output_router_logits = False
-    structure = _structure(model, source)
+    structure = _structure(model)
     halves = [
         halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
         for index in range(structure.count)
@@ -194,20 +187,25 @@ def from_pretrained(  # noqa: PLR0913
             "return a mean, or set output_router_logits=False"
         )
     check_loss("from_pretrained", loss, ())
-    builder = Builder(structure, cuts, fill, router)
-    builder.float32_adapters, builder.types = float32_adapters, types
-    builder.base_folder = None if saves_base or folder is None else str(folder)
-    builder.frozen = frozen_layers(builder.places, freeze, train_last)
-    layers = builder.build(())
-    if not any(p.requires_grad for layer in layers for p in layer.parameters()):
+    builder = Builder(
+        structure,
+        cuts,
+        fill,
+        router,
+        types,
+        frozen_layers(places(cuts), freeze, train_last),
+        float32_adapters,
+        None if saves_base or folder is None else str(folder),
+    )
+    if not any(p.requires_grad for layer in builder.build(()) for p in layer.parameters()):
         raise ConfigError("nothing is left to train; freeze less")
     text = config.get_text_config()
     return HuggingFaceModel(
         names=tuple(place.name for place in builder.places),
         build=builder.build,
-        loss=loss if router is None else partial(with_router_loss, weight=router.weight, loss=loss),
-        router_loss=None if router is None else partial(weighted_router_loss, weight=router.weight),
-        piece_loss=None if router is None or is_own else piece_with_router_loss(router.weight),
+        loss=loss if router is None else partial(router.whole, loss=loss),
+        router_loss=None if router is None else router.part,
+        piece_loss=None if router is None or is_own else router.of_pieces,
         tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(
@@ -256,6 +254,21 @@ def make(options: ModelOptions, seed: int, loss: Loss | None = None) -> HuggingF
     return replace(model, options=options.model_copy(update=found))
 
 
+def _types_of(model: PreTrainedModel, make: Callable[[torch.dtype], PreTrainedModel]) -> TypesAt:
+    """Returns the types after `from_pretrained(dtype=...)` of transformers in each precision.
+
+    Some models keep some tensors in float32.
+    """
+
+    @cache
+    def types(dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        with unset_fake_temporarily():
+            return types_after_loading(make(dtype), dtype, tied)
+
+    return types
+
+
 def disk_bytes(model: HuggingFaceModel) -> tuple[int, ...]:
     """Returns the bytes in files that each layer is read from. 0 if weights are drawn.
 
@@ -290,7 +303,7 @@ def _stop_checkpointing(model: nn.Module) -> bool:
     return bool(asking)
 
 
-def _structure(model: PreTrainedModel, source: object) -> Structure:
+def _structure(model: PreTrainedModel) -> Structure:
     try:
         return structure_of(model)
     except UnfitModelError as error:
@@ -299,6 +312,74 @@ def _structure(model: PreTrainedModel, source: object) -> Structure:
             f"{name} cannot be cut into layers: {error}; cut it by hand, as layers of "
             "dynmo.Sequential"
         ) from None
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """Returns the config of a folder.
+
+    Raises:
+        ConfigError: There is none, or dynmo cannot train its model.
+    """
+    if not folder.is_dir():
+        where = "on this machine" if folder.is_absolute() else f"in {Path.cwd()}"
+        raise ConfigError(f"{folder} is no folder {where}; download the model, and give its folder")
+    if not (folder / "config.json").is_file():
+        advice = "give the folder of a transformers model (download it first)"
+        if (folder / "adapter_config.json").is_file():
+            advice = (
+                "it has adapters of peft; give the folder of their model (in Python, and lora=)"
+            )
+        raise ConfigError(f"{folder} has no config.json; {advice}")
+    with one_line(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{folder} has quantized weights, whose state could not move between ranks; give a "
+            "folder of float weights"
+        )
+    return config
+
+
+def meta_model(
+    where: Path | str,
+    config: PreTrainedConfig,
+    trust_remote_code: bool,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Returns a config's model on the meta device.
+
+    Args:
+        where: What error messages name.
+        config: The config, which is left alone.
+        trust_remote_code: Whether to run Python code that the folder has.
+
+    Raises:
+        ConfigError: transformers has no causal language model of it.
+    """
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        raise ConfigError(
+            f"{where}: transformers has no causal language model of the type "
+            f"{config.model_type!r}; give the folder of one"
+        )
+    with one_line(where), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+        )
+
+
+@contextmanager
+def one_line(where: object) -> Generator[None]:
+    """Raises what transformers raises as ConfigError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{where} has Python code that its model needs; read it, and allow it with "
+                "trust_remote_code=True (model.trust_remote_code = true)"
+            ) from None
+        raise ConfigError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _adapters_module() -> ModuleType:

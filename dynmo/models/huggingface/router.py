@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,32 +102,25 @@ class RouterLoss:
         tokens, rows = counts[:-1], counts[-1]
         return torch.sum(tokens / rows * (probabilities / rows).unsqueeze(0)) * self.experts
 
+    def whole(
+        self, output: tuple[Tensor, Tensor], labels: Tensor, loss: Loss = causal_lm_loss
+    ) -> Tensor:
+        """Returns the loss of the logits, and the weighted loss of the routers.
 
-def with_router_loss(
-    output: tuple[Tensor, Tensor], labels: Tensor, weight: float, loss: Loss = causal_lm_loss
-) -> Tensor:
-    """The loss of the logits, and the weighted loss of the routers.
+        Args:
+            output: Logits [rows, tokens, vocabulary], and the loss of the routers.
+            labels: [rows, tokens], as transformers has them.
+            loss: That of the logits.
+        """
+        return loss(output[0], labels) + self.part(output)
 
-    Args:
-        output: Logits [rows, tokens, vocabulary], and the loss of the routers.
-        labels: [rows, tokens], as transformers has them.
-        weight: Weight of the loss of the routers.
-        loss: That of the logits.
-    """
-    return loss(output[0], labels) + weighted_router_loss(output, weight)
+    def part(self, output: tuple[Tensor, Tensor]) -> Tensor:
+        return self.weight * output[1]
 
-
-def weighted_router_loss(output: tuple[Tensor, Tensor], weight: float) -> Tensor:
-    return weight * output[1]
-
-
-def piece_with_router_loss(weight: float) -> PieceLoss:
-    """Returns `with_router_loss` of some tokens. The loss of the routers is that of all tokens."""
-
-    def mean(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        return next_token_loss(output[0], targets) + weighted_router_loss(output, weight)
-
-    return PieceLoss(next_labels, mean)
+    @property
+    def of_pieces(self) -> PieceLoss:
+        """The whole loss of some tokens. The loss of the routers is that of all tokens."""
+        return PieceLoss(next_labels, partial(self.whole, loss=next_token_loss))
 
 
 def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.building import Builder
-from dynmo.models.huggingface.configs import meta_model
+from dynmo.models.huggingface.build import Builder
 from dynmo.models.huggingface.cut import Halves, halves_of
-from dynmo.models.huggingface.structure import Structure, structure_of
-from dynmo.models.huggingface.transformers_private import initialise
+from dynmo.models.huggingface.model import meta_model
+from dynmo.models.huggingface.private import initialise
+from dynmo.models.huggingface.probe import Structure, structure_of
 from dynmo.models.tied import Pair
 from tests.models.huggingface.tiny import VOCABULARY, config
 

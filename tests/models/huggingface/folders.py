@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.models.huggingface.configs import meta_model
-from dynmo.models.huggingface.transformers_private import types_after_loading
+from dynmo.models.huggingface.model import meta_model
+from dynmo.models.huggingface.private import types_after_loading
 from tests.models.huggingface.families import kinds
 from tests.models.huggingface.tiny import VOCABULARY, config
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import dynmo
-from dynmo.models.huggingface.frame import Frame
-from dynmo.models.huggingface.shells import Shell
+from dynmo.models.huggingface.layers import Frame, Shell
 from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.tiny import VOCABULARY, model_of

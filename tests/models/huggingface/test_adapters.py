@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.adapter_names import base_name, is_adapter
 from dynmo.models.huggingface.adapters import Adapters, lora_config
 from dynmo.models.huggingface.model import from_pretrained
+from dynmo.models.huggingface.names import base_name, is_adapter
 from dynmo.models.options import LoraOptions
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.adapter_jobs import STEPS, adamw, lora, model_of

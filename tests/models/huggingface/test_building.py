@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface import progress
+from dynmo.models.huggingface import build
 from dynmo.models.huggingface.model import from_pretrained
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.families import whole_model
@@ -40,11 +40,11 @@ def test_layers_that_are_read_are_told_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of()
-    caplog.set_level(logging.INFO, progress.__name__)
+    caplog.set_level(logging.INFO, build.__name__)
     caplog.clear()
     model.build(range(2))
     assert caplog.messages == []
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(build, "_EVERY", 0.0)
     model.build(range(2))
     assert caplog.messages == [f"read {number} of this rank's 2 layers" for number in (1, 2)]
 
@@ -52,7 +52,7 @@ def test_layers_that_are_read_are_told_now_and_then(
 def test_halves_that_compute_other_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     monkeypatch.setattr(
-        "dynmo.models.huggingface.cut.AddsNothing.forward",
+        "dynmo.models.huggingface.stubs.AddsNothing.forward",
         lambda self, *args, **kwargs: (torch.ones(1), None) if self._elements else torch.ones(1),
     )
     with pytest.raises(ConfigError, match=r"block 0 \(LlamaDecoderLayer\): its halves compute"):
@@ -60,14 +60,14 @@ def test_halves_that_compute_other_numbers_are_refused(monkeypatch: pytest.Monke
 
 
 def test_a_rank_with_one_half_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = "dynmo.models.huggingface.building.check_halves"
+    compare = "dynmo.models.huggingface.build.keeps_numbers"
     monkeypatch.setattr(compare, lambda *_: pytest.fail("compared"))
     model_of().build((2, 3))
 
 
 def test_weights_that_transformers_does_not_draw_are_refused() -> None:
     model = model_of("openai-gpt")
-    with pytest.raises(ConfigError, match=r"attn\.c_attn\.weight cannot be drawn"):
+    with pytest.raises(ConfigError, match=r"attn\.c_attn\.weight has no value"):
         model.build((1,))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dynmo
-from dynmo.models.huggingface.frame import Frame
+from dynmo.models.huggingface.layers import Frame
 from tests.models.huggingface.small import frame_of, make_batch
 from tests.models.huggingface.tiny import VOCABULARY, model_of
 

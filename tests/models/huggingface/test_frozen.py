@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.building import places
+from dynmo.models.huggingface.build import frozen_layers, places
 from dynmo.models.huggingface.cut import Halves
-from dynmo.models.huggingface.frozen import frozen_layers
 from dynmo.models.huggingface.model import from_pretrained
 from tests.models.huggingface.tiny import config
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface import installed
+from dynmo.models import huggingface
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_a_missing_or_old_transformers_is_named(
             raise PackageNotFoundError
         return version
 
-    monkeypatch.setattr(installed, "version", found)
+    monkeypatch.setattr(huggingface, "version", found)
     if problem is None:
-        installed.check_installed()
+        huggingface.check_installed()
     else:
         with pytest.raises(ConfigError, match=f"^transformers {re.escape(problem)}"):
-            installed.check_installed()
+            huggingface.check_installed()

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.building import give_memory
+from dynmo.models.huggingface.layers import Shell
+from dynmo.models.huggingface.load import Reader
 from dynmo.models.huggingface.model import HuggingFaceModel, disk_bytes, from_pretrained
-from dynmo.models.huggingface.shells import Shell
-from dynmo.models.huggingface.weight_files import Reader
+from dynmo.models.huggingface.stubs import marked, retensored
 from dynmo.models.model import named_tensors
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import change, config_of, copy_of, folder_of, save
@@ -121,7 +121,7 @@ def test_fake_tensors_read_nothing(read: list[str]) -> None:
     assert weights is not None
     read.clear()
     with FakeTensorMode():
-        give_memory(first)
+        retensored(first, marked)
         weights.fill(0, first)
     assert not read
 

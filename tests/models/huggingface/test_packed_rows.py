@@ -9,7 +9,7 @@ import torch
 
 import dynmo
 from dynmo.errors import InputError
-from dynmo.models.huggingface.packed_rows import check_rows
+from dynmo.models.huggingface.rows import check_rows
 from tests.models.huggingface.tiny import VOCABULARY, model_of
 
 PACKED = [0, 1, 2, 0, 1, 2, 3]

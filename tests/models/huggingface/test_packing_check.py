@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.packing_check import check_packing
+from dynmo.models.huggingface.rows import check_packing
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.tiny import model_of
 

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from dynmo.models.huggingface.configs import meta_model
 from dynmo.models.huggingface.cut import halves_of
-from dynmo.models.huggingface.structure import Structure, UnfitModelError, structure_of
+from dynmo.models.huggingface.model import meta_model
+from dynmo.models.huggingface.probe import Structure, UnfitModelError, structure_of
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.tiny import config
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from docs.tools.families import PAGE
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.models.huggingface.shells import Shell
+from dynmo.models.huggingface.layers import Shell
 from dynmo.pipeline.options import Precision, grouped
 from dynmo.pipeline.shape_costs import shape_costs
 from tests.combinations import mostly_matrix

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError, RunError
-from dynmo.huggingface.saved_form import SavedForm
-from dynmo.huggingface.saving import export_of
+from dynmo.huggingface.save import Export, export_of, in_files
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, CheckpointManifest
-from dynmo.runtime.state.exact_state import exact_state
+from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
 from dynmo.runtime.state.migration import Contents, fill
 
 # Most bytes of a file of weights, as in transformers.
 _MOST = 50 * 10**9
 _MASTER = "/master"
 _TENSORS = ("parameter", "buffer")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export has written.
-
-    Attributes:
-        files: Names of the files of weights.
-        bytes: Bytes of all weights.
-    """
-
-    files: list[str]
-    bytes: int
 
 
 def export_checkpoint(
@@ -47,7 +32,7 @@ def export_checkpoint(
     listen: Callable[[int], None] = lambda _: None,
     *,
     merge: bool = False,
-) -> Exported:
+) -> Export:
     """Writes the model of a verified checkpoint as `save_pretrained` does.
 
     Args:
@@ -55,6 +40,9 @@ def export_checkpoint(
         dtype: Type of floating-point weights in the files. None writes float32.
         listen: Called with the number of layers that are done.
         merge: Whether adapters become a part of the weights.
+
+    Returns:
+        What was written: names of the files of weights, and their bytes.
 
     Raises:
         CheckpointError: The checkpoint is of another model.
@@ -65,14 +53,14 @@ def export_checkpoint(
     modules = model.build(())
     for index, module in enumerate(modules):
         _take_types(module, path, index)
-    form = SavedForm(model, dtype)
-    sizes = [sum(each.nbytes for each in form.shapes(module).values()) for module in modules]
+    shapes = [in_files(model, shapes_of_state(module), dtype) for module in modules]
+    sizes = [sum(each.nbytes for each in named.values()) for named in shapes]
     if model.weights is not None:
         sizes[-1] += sum(each.bytes for each in model.weights.beside.values())
     shards = in_shards(sizes, _MOST)
     export = export_of(model, merge, folder)(folder, model, modules, shards, dtype)
     try:
-        export.prepare()
+        export.place.prepare()
         for number, layers in enumerate(shards):
             with export.shard(number) as file:
                 for index in layers:
@@ -85,8 +73,8 @@ def export_checkpoint(
             f"{folder} could not be written ({error.strerror or error}); its files are as before"
         ) from error
     finally:
-        shutil.rmtree(export.partial, ignore_errors=True)
-    return Exported(export.files, export.bytes)
+        shutil.rmtree(export.place.path, ignore_errors=True)
+    return export
 
 
 def in_shards(sizes: Iterable[int], most: int) -> list[list[int]]:

@@ -10,28 +10,145 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dynmo.errors import ConfigError
+from dynmo.cost.input_file import short
+from dynmo.errors import ConfigError, first_line, one_line
+from dynmo.files import check_regular, parse_json, read_text
 from dynmo.kernels.seeds import Purpose, mix
-from dynmo.models.huggingface.adapter_names import COPY, base_name
-from dynmo.models.huggingface.transformers_private import (
+from dynmo.models.huggingface.names import COPY, base_name
+from dynmo.models.huggingface.private import (
     Conversion,
     conversions_of,
     initialise,
     without_ignored,
 )
-from dynmo.models.huggingface.values import has_no_values
-from dynmo.models.huggingface.weight_files import Reader, Stored, stored_in
+from dynmo.models.huggingface.stubs import has_no_values
 
 _logger = logging.getLogger(__name__)
 
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
 _Sources = dict[str, tuple[Conversion, str]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        bytes: Its size in the file.
+    """
+
+    file: Path
+    shape: torch.Size
+    dtype: torch.dtype
+    bytes: int
+
+
+class Reader(ExitStack):
+    """Reads tensors. Files stay open until the end of the `with` statement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files = dict[Path, Any]()
+
+    def keys(self, file: Path) -> list[str]:
+        return self._opened(file).keys()
+
+    def tensor(self, file: Path, key: str) -> Tensor:
+        """Returns a tensor that is mapped from its file. Nothing is read before it is used."""
+        opened = self._opened(file)
+        with _errors(file):
+            return opened.get_tensor(key)
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._files:
+            with _errors(file):
+                check_regular(file)
+                self._files[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._files[file]
+
+
+def stored_in(folder: Path, named: str | None = None) -> dict[str, Stored]:
+    """Returns the tensors of a folder's files by their keys. Reads headers only.
+
+    Args:
+        folder: The folder of a model.
+        named: Name of the file or of the index. None means the usual names.
+
+    Raises:
+        ConfigError: The folder has no such files, or one is missing or damaged.
+    """
+    name = named or next((each for each in (_WHOLE, _INDEX) if (folder / each).is_file()), None)
+    if name is None:
+        if pickled := next((each for each in _PICKLED if (folder / each).is_file()), None):
+            raise ConfigError(
+                f"{folder} has its weights in {pickled}, and loading a pickle runs code; save it "
+                "as safetensors with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        raise ConfigError(
+            f"{folder} has no {_WHOLE} and no {_INDEX}; give a folder with weights (download it "
+            "first)"
+        )
+    if not _is_file_name(name):
+        raise ConfigError(f"{folder}/config.json names weights outside of the folder: {name}")
+    names = _listed(folder, name) if name.endswith(".json") else [name]
+    return {key: stored for each in names for key, stored in header_of(folder / each)}
+
+
+def _listed(folder: Path, index: str) -> list[str]:
+    """Returns the names of the files in an index."""
+    try:
+        listed: Any = parse_json(read_text(folder / index))
+        names = sorted({*listed["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{folder / index} is no index of weights; download it again") from None
+    for name in names:
+        if not _is_file_name(name):
+            raise ConfigError(
+                f"{folder / index} lists {short(name)}, which is no name of a file in that folder; "
+                "download it again"
+            )
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"{folder / name} is missing, but {index} lists it; download it again"
+            )
+    return names
+
+
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or "\0" in name or len(name.encode()) > 255:
+        return False
+    return Path(name).name == name and name not in ("", "..")
+
+
+def header_of(file: Path) -> Generator[tuple[str, Stored]]:
+    """Yields the key of each tensor of a file, and the tensor's shape and size."""
+    with Reader() as reader:
+        for key in reader.keys(file):
+            tensor = reader.tensor(file, key)
+            yield key, Stored(file, tensor.shape, tensor.dtype, tensor.nbytes)
+
+
+@contextmanager
+def _errors(file: Path) -> Generator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        raise ConfigError(f"{file} cannot be read ({reason}); download it again") from None
 
 
 class Weights:
@@ -186,7 +303,7 @@ def _checked(
         except Exception as error:
             raise ConfigError(
                 f"{folder}: {conversion.first} cannot be made of {_some(conversion.keys)} "
-                f"({str(error).splitlines()[0]}); its config.json is of another model, or files "
+                f"({first_line(error)}); its config.json is of another model, or files "
                 "are missing"
             ) from error
         for name in made.keys() & wanted.keys():

@@ -1,19 +1,19 @@
-"""Copies of a transformers model in which modules stand for others.
+"""Modules that stand for others, and copies of a transformers model that have such modules.
 
-A copy runs the model's own forward: its masks, rotary positions, scales and caps. Its blocks and
-the modules that belong to other layers are replaced.
+A copy runs the model's own forward: its masks, rotary positions, scales and caps. Stubs replace its
+blocks and the modules that belong to other layers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.torch_private import unset_fake_temporarily
+from dynmo.kernels.torch_private import tree_leaves, tree_map_only, unset_fake_temporarily
 
 _T = TypeVar("_T")
 
@@ -103,60 +103,122 @@ class StandIn(Substitute):
         return zeros.requires_grad_().clone() if traced else zeros
 
 
+class AddsNothing(Substitute):
+    """Returns zeros of the shape of its input.
+
+    Args:
+        elements: Length of the tuple that the module returns. None if it returns a tensor.
+    """
+
+    def __init__(self, module: nn.Module, elements: int | None) -> None:
+        super().__init__(module)
+        self._elements = elements
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        return _as_tuple(torch.zeros_like(given), self._elements)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a block after its hidden states: by position, and by name."""
+
+
+class Recorder(Substitute):
+    """Stands for a block. Hands its hidden states on, and keeps its other arguments.
+
+    Args:
+        elements: Length of the tuple that the block returns. None if it returns a tensor.
+    """
+
+    def __init__(self, block: nn.Module, elements: int | None = None) -> None:
+        super().__init__(block)
+        self.elements = elements
+        # Takes the place of the hidden states, if it is set.
+        self.given: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the tensors that it keeps."""
+        self.taken: Tensor | None = None
+        self.arguments: Arguments = ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.note(args, kwargs)
+        return _as_tuple(hidden if self.given is None else self.given, self.elements)
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Keeps the arguments of a block. Returns its hidden states."""
+        rest = {name: value for name, value in kwargs.items() if args or name != "hidden_states"}
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        self.taken, self.arguments = hidden, (args[1:], rest)
+        return hidden
+
+
+def _as_tuple(first: Tensor, elements: int | None) -> Any:
+    return first if elements is None else (first, *[None] * (elements - 1))
+
+
+def hidden_of(out: Any) -> Any:
+    """Returns the hidden states of what a block returned."""
+    return out[0] if isinstance(out, tuple | list) else out
+
+
 def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def mapped(value: _T, change: Callable[[Tensor], Any]) -> _T:
     """Applies `change` to each tensor in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return cast(_T, type(value)(*(mapped(x, change) for x in cast("tuple[Any, ...]", value))))
-    if isinstance(value, tuple | list):
-        each = [mapped(x, change) for x in cast("list[Any]", value)]
-        return cast(_T, each if isinstance(value, list) else tuple(each))
-    if isinstance(value, dict):
-        return cast(_T, {k: mapped(x, change) for k, x in cast("dict[Any, Any]", value).items()})
-    return value
+    return tree_map_only(Tensor, change, value)
 
 
-def tensors_of(value: object) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in cast("Mapping[Any, object]", value).values():
-            yield from tensors_of(each)
-    elif isinstance(value, tuple | list):
-        for each in cast("list[object]", value):
-            yield from tensors_of(each)
+def tensors_of(value: object) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists and dictionaries."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Returns a copy that has the same children, and may get others."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    twin._parameters = dict(module._parameters)
-    twin._buffers = dict(module._buffers)
+    for name in ("_modules", "_parameters", "_buffers"):
+        setattr(twin, name, dict(getattr(module, name)))
     return twin
+
+
+def retensored(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Gives a module other tensors in place of its parameters and buffers."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(make(parameter), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = make(buffer)
+
+
+def marked(like: Tensor) -> Tensor:
+    """Returns a tensor on the CPU that has no value yet, but a mark."""
+    if like.is_floating_point():
+        mark = float("nan")
+    else:
+        mark = False if like.dtype == torch.bool else torch.iinfo(like.dtype).min
+    return torch.full(like.shape, mark, dtype=like.dtype, device="cpu")
+
+
+def has_no_values() -> bool:
+    """True while new tensors are fake: they have shapes, but no values."""
+    return type(torch.empty(0)) is not Tensor
 
 
 def without_memory(module: nn.Module) -> nn.Module:
     """Returns a copy of a module on the CPU whose tensors are one zero each, repeated."""
     twin = copy.deepcopy(module)
-    for part in twin.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(_repeated(parameter), False)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = _repeated(buffer)
+    retensored(twin, lambda like: torch.zeros((), dtype=like.dtype).expand(like.shape))
     return twin
-
-
-def _repeated(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=like.dtype).expand(like.shape)
 
 
 def overlaid(module: nn.Module, parts: nn.Module) -> nn.Module:
@@ -166,6 +228,12 @@ def overlaid(module: nn.Module, parts: nn.Module) -> nn.Module:
         is_holder = type(child) is nn.Module
         twin._modules[name] = overlaid(module.get_submodule(name), child) if is_holder else child
     return twin
+
+
+def spine_of(blocks: str) -> list[str]:
+    """Returns the paths of the modules that hold the list of blocks, the model first."""
+    parts = blocks.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
@@ -178,28 +246,16 @@ def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
             where = f"{spine}.{name}".lstrip(".")
             if f"{blocks}.".startswith(f"{where}."):
                 continue
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
             yield from (
-                (f"{where}.{key}" for key, _ in child.named_children())
-                if is_list(child)
-                else (where,)
+                (f"{where}.{key}" for key, _ in child.named_children()) if is_list else [where]
             )
-
-
-def spine_of(blocks: str) -> list[str]:
-    """Returns the paths of the modules that hold the list of blocks, the model first."""
-    parts = blocks.split(".")
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
-
-
-def is_list(module: nn.Module) -> bool:
-    """Whether a module only holds others."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def skeleton(
     model: nn.Module,
     blocks: str,
-    unit: Callable[[str, nn.Module], nn.Module | None],
+    unit: Callable[[str, nn.Module], nn.Module],
     block: Callable[[int, nn.Module], nn.Module],
 ) -> nn.Module:
     """Returns a copy of a model with other modules.
@@ -210,8 +266,19 @@ def skeleton(
             for it.
         block: Takes the index of a block, and the block. Returns what stands for it.
     """
-    head, _, rest = blocks.partition(".")
-    whole = _copied("", model, head, rest, unit, block)
+    others = {path: unit(path, model.get_submodule(path)) for path in units_of(model, blocks)}
+    listed = model.get_submodule(blocks).named_children()
+    others |= {f"{blocks}.{key}": block(at, each) for at, (key, each) in enumerate(listed)}
+    whole = shallow_copy(model)
+    for path, stub in others.items():
+        holder, original = whole, model
+        *parents, name = path.split(".")
+        for parent in parents:
+            original = original.get_submodule(parent)
+            if holder._modules[parent] is original:
+                holder._modules[parent] = shallow_copy(original)
+            holder = holder.get_submodule(parent)
+        holder._modules[name] = stub
     for path in spine_of(blocks):
         # A model takes its dtype and its device from its first parameter.
         whole.get_submodule(path)._parameters[_FIRST] = nn.Parameter(torch.empty(0), False)
@@ -225,31 +292,3 @@ def set_first_parameter(module: nn.Module, device: torch.device, dtype: torch.dt
     if (first.device, first.dtype) != (device, dtype):
         empty = torch.empty(0, dtype=dtype, device=device)
         module._parameters[_FIRST] = nn.Parameter(empty, False)
-
-
-def _copied(
-    path: str,
-    module: nn.Module,
-    head: str,
-    rest: str,
-    unit: Callable[[str, nn.Module], nn.Module | None],
-    block: Callable[[int, nn.Module], nn.Module],
-) -> nn.Module:
-    twin = shallow_copy(module)
-    for name, child in module.named_children():
-        where = f"{path}.{name}".lstrip(".")
-        if name != head and is_list(child):
-            twin._modules[name] = listed = shallow_copy(child)
-            for key, each in child.named_children():
-                listed._modules[key] = unit(f"{where}.{key}", each)
-        elif name != head:
-            twin._modules[name] = unit(where, child)
-        elif rest:
-            following, _, later = rest.partition(".")
-            twin._modules[name] = _copied(where, child, following, later, unit, block)
-        else:
-            listed = shallow_copy(child)
-            for index, (key, each) in enumerate(child.named_children()):
-                listed._modules[key] = block(index, each)
-            twin._modules[name] = listed
-    return twin

@@ -3,28 +3,184 @@
 A layer registers the model's own modules under the model's own names. Hidden states go from layer
 to layer. The attention mask and the position ids of the batch follow them, if there are any, and
 the sums of the routers, if they have a loss.
+
+What the model's own code gives its blocks (masks, rotary positions and other constants) comes from
+the frame of a rank: a skeleton whose blocks are recorders. It runs once for each microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.models.huggingface.adapter_names import adapted, base_name, is_adapter
-from dynmo.models.huggingface.frame import Frame, named_inputs, precision_of, spine_in
-from dynmo.models.huggingface.skeleton import (
+from dynmo.kernels.split import LOW
+from dynmo.models.huggingface.names import adapted, base_name, is_adapter
+from dynmo.models.huggingface.private import on_shapes
+from dynmo.models.huggingface.probe import Structure, embedding_width
+from dynmo.models.huggingface.router import RouterLoss
+from dynmo.models.huggingface.stubs import (
+    Arguments,
     Borrowed,
     PassedOver,
+    Recorder,
+    StandIn,
     Unowned,
+    has_weights,
+    hidden_of,
+    set_first_parameter,
     skeleton,
+    spine_of,
 )
-from dynmo.models.huggingface.structure import Recorder, forget
-from dynmo.models.huggingface.transformers_private import on_shapes
 
 Carried = tuple[Tensor, ...]
+
+TypesAt = Callable[[torch.dtype], Mapping[str, torch.dtype]]
+"""Takes a precision. Returns the types of parameters and buffers by their names in the model."""
+
+# Microbatches whose arguments are kept. Recomputation comes back to an earlier microbatch.
+_KEPT = 2
+
+
+def _key_of(hidden: Tensor, *given: Tensor | None) -> tuple[Any, ...]:
+    """Returns what the arguments of the blocks depend on. A fake tensor has no memory."""
+    keys = [
+        (x.shape, x.stride(), x.dtype, x._version, x.data_ptr() if type(x) is Tensor else id(x))
+        for x in given
+        if x is not None
+    ]
+    which = [x is None for x in given]
+    return hidden.shape, hidden.dtype, hidden.device, type(hidden), which, keys
+
+
+class Frame:
+    """Makes the arguments of the blocks on one rank.
+
+    Args:
+        shared: Modules without weights, by path. They run on the device of the hidden states.
+        router: The loss of the routers, if there is one.
+        types: The types of buffers in each precision.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        shared: dict[str, nn.Module],
+        router: RouterLoss | None,
+        types: TypesAt,
+    ) -> None:
+        self.structure, self.shared = structure, shared
+        self.router, self.types = router, types
+        self._recorders: list[Recorder] = []
+        # What stands for modules that other layers own.
+        self.stand_ins: list[tuple[str, StandIn]] = []
+        whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
+        self._base = whole.get_submodule(structure.base).eval()
+        # Modules that hold the blocks. Their buffers move with the rank.
+        self.spine = spine_in(whole, structure)
+        self._width = embedding_width(structure.model, structure.hidden)
+        self._moved: tuple[torch.device, torch.dtype] | None = None
+        # Keys, and what they are made of, so that no other tensor gets its memory.
+        self._known: list[tuple[tuple[Any, ...], Any, list[Arguments]]] = []
+
+    def _unit(self, path: str, module: nn.Module) -> nn.Module:
+        is_after = path in self.structure.after and path not in self.structure.before
+        if is_after or isinstance(module, nn.modules.dropout._DropoutNd):
+            return PassedOver(module)
+        return self.stand_in(path, module) if has_weights(module) else Borrowed(self.shared[path])
+
+    def stand_in(self, path: str, module: nn.Module) -> StandIn:
+        self.stand_ins.append((path, StandIn(module)))
+        return self.stand_ins[-1][1]
+
+    def _recorder(self, index: int, block: nn.Module) -> Recorder:
+        self._recorders.append(Recorder(block, self.structure.elements[index]))
+        return self._recorders[-1]
+
+    def arguments(
+        self,
+        block: int,
+        hidden: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        layer: nn.Module | None = None,
+    ) -> Arguments:
+        """Returns the arguments of a block.
+
+        Args:
+            hidden: The hidden states [rows, tokens, width]. Only shape, type and device count.
+            mask: The attention mask of the batch.
+            positions: The position ids of the batch.
+            layer: The layer that has the block, whose precision counts. None takes that of the
+                hidden states.
+        """
+        key = _key_of(hidden, mask, positions)
+        for known, _, arguments in self._known:
+            if known == key:
+                return arguments[block]
+        dtype = hidden.dtype if layer is None else precision_of(layer, hidden)
+        made = self._run(hidden, dtype, mask, positions)
+        self._known = [(key, (mask, positions), made), *self._known[: _KEPT - 1]]
+        return made[block]
+
+    @torch.no_grad()
+    def _run(
+        self, hidden: Tensor, dtype: torch.dtype, mask: Tensor | None, positions: Tensor | None
+    ) -> list[Arguments]:
+        self.move(hidden.device, dtype)
+        embedded = self.embedded(hidden, dtype)
+        given = {"inputs_embeds": embedded, **named_inputs(mask, positions)}
+        with on_shapes(hidden):
+            self._base(**given, use_cache=False)
+        made = [each.arguments for each in self._recorders]
+        for each in self._recorders:
+            each.forget()
+        return made
+
+    def embedded(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns what stands for embedded ids. Its values have no effect, and may be changed."""
+        return hidden.new_zeros(*hidden.shape[:2], self._width, dtype=dtype)
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Moves what belongs to no layer to a device and a precision."""
+        if (device, dtype) == self._moved:
+            return
+        types = self.types(dtype)
+        for path, module in self.shared.items():
+            for name, buffer in module.to(device).named_buffers(path):
+                buffer.data = buffer.data.to(types.get(name, buffer.dtype))
+        for path, module in self.spine:
+            set_first_parameter(module, device, dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    where = f"{path}.{name}".lstrip(".")
+                    module._buffers[name] = buffer.to(device, types.get(where, buffer.dtype))
+        for path, each in self.stand_ins:
+            each.cast(lambda name, p, at=path: types.get(base_name(f"{at}.{name}"), p.dtype))
+        self._moved = (device, dtype)
+
+
+def precision_of(layer: nn.Module, like: Tensor) -> torch.dtype:
+    """Returns the precision that a layer computes in. Some parameters may stay in float32.
+
+    Args:
+        like: Has the precision of a layer without parameters.
+    """
+    kinds = [each.dtype for each in layer.parameters() if each.is_floating_point()]
+    return next((each for each in kinds if each in LOW), next(iter(kinds), like.dtype))
+
+
+def spine_in(whole: nn.Module, structure: Structure) -> list[tuple[str, nn.Module]]:
+    """Returns the modules of a skeleton that hold the blocks, by path."""
+    return [(path, whole.get_submodule(path)) for path in spine_of(structure.blocks)]
+
+
+def named_inputs(mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
+    """Returns the inputs beside the ids, by the names of transformers."""
+    given = {"attention_mask": mask, "position_ids": positions}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def packed(hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Carried:
@@ -77,7 +233,7 @@ class Shell(nn.Module):
 
         An adapter has the type of its weight.
         """
-        types = {} if self.frame.types is None else self.frame.types.at(dtype)
+        types = self.frame.types(dtype)
         found = dict[str, torch.dtype]()
         for name in (n for n, _ in (*self.named_parameters(), *self.named_buffers())):
             weight = f"{adapted(name)}.weight" if is_adapter(name) else base_name(name)
@@ -137,8 +293,12 @@ class EndShell(Shell):
         self.frame.move(given.device, precision_of(self, given))
         for _, module in self._spine.value:
             module.training = self.training
-        with on_shapes(next(iter(inputs.values()))):
+        with on_shapes(given):
             return self._runs.value(**inputs, **named_inputs(mask, positions), use_cache=False)
+
+    def _forget(self) -> None:
+        for each in self._recorders.value:
+            each.forget()
 
 
 class EmbeddingShell(EndShell):
@@ -155,7 +315,7 @@ class EmbeddingShell(EndShell):
         self.run_model(attention_mask, position_ids, input_ids=input_ids)
         hidden = self._recorders.value[0].taken
         assert hidden is not None
-        forget(self._recorders.value)
+        self._forget()
         carried = packed(hidden, attention_mask, position_ids)
         router = self.frame.router
         return carried if router is None else (*carried, *router.start(hidden.device))
@@ -175,7 +335,7 @@ class HeadShell(EndShell):
             out = self.run_model(mask, positions, inputs_embeds=embedded)
         finally:
             self._recorders.value[-1].given = None
-            forget(self._recorders.value)
+            self._forget()
         router, (_, sums) = self.frame.router, without_sums(carried)
         return out.logits if router is None else (out.logits, router.loss(*sums))
 
@@ -217,8 +377,3 @@ class BlockShell(Shell):
         for each in logits:
             probabilities, counts = router.added(probabilities, counts, each, mask)
         return (out, *kept, probabilities, counts)
-
-
-def hidden_of(out: Any) -> Tensor:
-    """Returns the hidden states of what a block returned."""
-    return out[0] if isinstance(out, tuple | list) else out

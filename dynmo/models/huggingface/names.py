@@ -1,4 +1,4 @@
-"""The class that a folder names, which may hold more than the model that trains.
+"""The names that peft, and the class of a folder, give the weights of a model.
 
 The folder of a model for images and text names a class that has both. Its language model trains as
 another class, under other names. Exports have the names of the folder's class.
@@ -7,17 +7,54 @@ another class, under other names. Exports have the names of the folder's class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dynmo.models.huggingface.configs import one_line
-from dynmo.models.huggingface.loading import Weights
-from dynmo.models.huggingface.transformers_private import conversions_of, make_in
+from dynmo.models.huggingface.private import conversions_of, make_in
+
+NAME = "default"
+"""The only adapter of a model."""
+
+PREFIX = "base_model.model."
+"""What the names of adapters begin with in a file of peft."""
+
+COPY = f".modules_to_save.{NAME}."
+"""What the name of a weight has that is trained as a copy."""
+
+# The modules of peft that hold a module of the model.
+_HOLDERS = re.compile(
+    rf"(\.(base_layer|token_adapter|original_module|modules_to_save\.{NAME}))+(?=\.)"
+)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter."""
+    return COPY not in name and (f".{NAME}." in name or name.endswith(f".{NAME}"))
+
+
+def base_name(name: str) -> str:
+    """Returns the name of a weight in the model without adapters."""
+    return _HOLDERS.sub("", name)
+
+
+def adapted(name: str) -> str:
+    """Returns the path of the module that an adapter belongs to."""
+    return base_name(name).partition(f".{NAME}")[0].rpartition(".")[0]
+
+
+def saved_name(name: str, rename: Callable[[str], str] = str) -> str:
+    """Returns the name in a file of peft.
+
+    Args:
+        name: The name that peft gives it in the model.
+        rename: Returns the name that the class of the file has for that of the model.
+    """
+    return f"{PREFIX}{rename(name.replace(f'.{NAME}', ''))}"
 
 
 @dataclass(frozen=True)
@@ -61,18 +98,22 @@ class FolderClass:
 
 
 def folder_class_of(
-    folder: Path | None, config: PreTrainedConfig, model: PreTrainedModel, weights: Weights | None
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    stored: Iterable[str],
+    used: Mapping[str, str],
 ) -> FolderClass:
     """Returns the class that a folder's config names, or else the model's.
 
     The named class must generate text, and have all that the model takes from the folder.
 
-    Raises:
-        ConfigError: The class cannot be made of the config.
+    Args:
+        stored: The keys in the folder's files. None if there is no folder.
+        used: Of each key that the model uses, the name in the model.
     """
     kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     if (
-        weights is None
+        not used
         or not isinstance(kind, type)
         or isinstance(model, kind)
         or not issubclass(kind, PreTrainedModel)
@@ -80,23 +121,18 @@ def folder_class_of(
         or not kind.can_generate()
     ):
         return FolderClass(model)
-    with one_line(f"{folder}, {kind.__name__}"), torch.device("meta"):
+    with torch.device("meta"):
         other = make_in(kind, copy.deepcopy(config), torch.float32)
-    made, _ = conversions_of(other, weights.stored)
+    made, _ = conversions_of(other, stored)
     names = {key: conversion.first for conversion in made for key in conversion.keys}
-    if not weights.names.keys() <= names.keys():
+    if not used.keys() <= names.keys():
         return FolderClass(model)
-    parameters = {name: names[key] for key, name in weights.names.items()}
+    parameters = {name: names[key] for key, name in used.items()}
     modules = dict[str, str]()
     for own, its in parameters.items():
-        modules |= _modules(own, its)
+        ours, theirs = own.split("."), its.split(".")
+        # The modules around a weight that have the same names in both classes.
+        while ours and theirs and ours[-1] == theirs[-1]:
+            del ours[-1], theirs[-1]
+            modules[".".join(ours)] = ".".join(theirs)
     return FolderClass(other, Renamed(modules, parameters))
-
-
-def _modules(own: str, other: str) -> dict[str, str]:
-    """Returns the modules around one weight that have the same names in both classes."""
-    ours, theirs, found = own.split("."), other.split("."), dict[str, str]()
-    while ours and theirs and ours[-1] == theirs[-1]:
-        del ours[-1], theirs[-1]
-        found[".".join(ours)] = ".".join(theirs)
-    return found

@@ -1,4 +1,4 @@
-"""What a transformers model runs before, in and after its blocks.
+"""Finds what a transformers model runs before, in and after its blocks.
 
 Nothing is known about families. One forward of a skeleton shows the order. Recorders stand for the
 blocks, and modules with weights are replaced by stand-ins that know the shapes of their results.
@@ -13,20 +13,26 @@ Such a model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dynmo.errors import ConfigError
-from dynmo.models.huggingface.skeleton import (
+from dynmo.errors import ConfigError, first_line
+from dynmo.models.huggingface.private import experts_on_shapes, initialise_own
+from dynmo.models.huggingface.stubs import (
+    Arguments,
+    Recorder,
     StandIn,
-    Substitute,
+    has_weights,
+    hidden_of,
     mapped,
+    marked,
     on_meta,
     skeleton,
     spine_of,
@@ -34,16 +40,11 @@ from dynmo.models.huggingface.skeleton import (
     units_of,
     without_memory,
 )
-from dynmo.models.huggingface.transformers_private import experts_on_shapes, initialise_own
-from dynmo.models.huggingface.values import marked
 
 # Size of the forward that shows the structure.
 ROWS, TOKENS = 3, 5
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a block after its hidden states: by position, and by name."""
-
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class UnfitModelError(ConfigError):
@@ -86,77 +87,35 @@ class Structure:
         return f"{self.blocks}.{index}"
 
 
-class Recorder(Substitute):
-    """Stands for a block. Hands its hidden states on, and keeps its other arguments.
-
-    Args:
-        elements: Length of the tuple that the block returns. None if it returns a tensor.
-    """
-
-    def __init__(self, block: nn.Module, elements: int | None = None) -> None:
-        super().__init__(block)
-        self.elements = elements
-        # Takes the place of the hidden states, if it is set.
-        self.given: Tensor | None = None
-        self.taken: Tensor | None = None
-        self.arguments: Arguments = ((), {})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.taken, self.arguments = split_hidden(args, kwargs)
-        return self.returned(self.taken if self.given is None else self.given)
-
-    def returned(self, hidden: Tensor) -> Any:
-        return hidden if self.elements is None else (hidden, *[None] * (self.elements - 1))
-
-
-def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Arguments]:
-    """Returns the hidden states and the other arguments of a block."""
-    if args:
-        return args[0], (args[1:], kwargs)
-    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return kwargs["hidden_states"], ((), rest)
-
-
-def forget(recorders: Iterable[Recorder]) -> None:
-    """Frees the tensors that recorders keep."""
-    for each in recorders:
-        each.taken, each.arguments = None, ((), {})
-
-
 class _Probe(Recorder):
     """A recorder that runs its block on the meta device, to see what it returns."""
 
     def __init__(self, index: int, block: nn.Module, calls: list[int | str]) -> None:
         super().__init__(block)
         self._index, self._calls = index, calls
-        self.extra: list[Tensor] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(self._index)
-        self.taken, self.arguments = split_hidden(args, kwargs)
-        out = self._run(args, kwargs)
+        hidden, out = self.note(args, kwargs), self._run(args, kwargs)
         self.elements = len(out) if isinstance(out, tuple | list) else None
-        first = out if self.elements is None else out[0]
-        if not isinstance(first, Tensor) or first.shape != self.taken.shape:
+        first = hidden_of(out)
+        if not isinstance(first, Tensor) or first.shape != hidden.shape:
             raise UnfitModelError(
                 f"block {self._index} returns no hidden states of the shape that it took"
             )
         if self.elements is None:
-            return self.taken
+            return hidden
         # What else it returns is traced: nobody may use it.
-        rest = mapped(tuple(out[1:]), lambda x: torch.zeros(x.shape, dtype=x.dtype))
-        self.extra = [x for x in tensors_of(rest) if x.is_floating_point()]
-        for each in self.extra:
-            each.requires_grad_()
-        return (self.taken, *rest)
+        return hidden, *mapped(tuple(out[1:]), _traced_zeros)
 
-    def named(self) -> list[tuple[str, Any]]:
-        """Returns the arguments after the hidden states, by the names that the block gives them."""
-        positional, by_name = self.arguments
+    def leaves(self, arguments: Arguments | None = None) -> Iterator[tuple[str, Any]]:
+        """Yields what it takes after the hidden states, by the names that the block gives them."""
+        positional, by_name = arguments or self.arguments
         names = list(signature(self.original.forward).parameters)[1:]
         names += [f"argument {index}" for index in range(len(names) + 1, len(positional) + 1)]
-        named = zip([*names[: len(positional)], *by_name], _values(self.arguments), strict=True)
-        return list(named)
+        for name, value in (*zip(names, positional, strict=False), *by_name.items()):
+            for leaf in _leaves(value):
+                yield name, leaf
 
     @torch.no_grad()
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,7 +159,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
     whole = skeleton(model, blocks, unit, block)
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
-    seen = [probe.named() for probe in probes]
+    seen = [list(probe.leaves()) for probe in probes]
     before, after = _order(model, blocks, calls, len(probes))
     hidden = probes[0].taken
     assert hidden is not None
@@ -211,7 +170,13 @@ def structure_of(model: PreTrainedModel) -> Structure:
     _check_state(model)
     elements = tuple(each.elements for each in probes)
     arguments = _arguments(model, blocks, elements, leaf)
-    _check_arguments(seen, arguments)
+    for index, (probe, one) in enumerate(zip(probes, seen, strict=True)):
+        other = list(probe.leaves(arguments[index]))
+        for (what, value), (_, same) in zip_longest(one, other, fillvalue=("an argument", ())):
+            if not _equal(value, same):
+                raise UnfitModelError(
+                    f"block {index} takes {what}, which depends on the ids or on another block"
+                )
     return Structure(
         model=model,
         base=base,
@@ -304,10 +269,9 @@ def _run(model: nn.Module, **inputs: Tensor) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        lines = str(error).splitlines() or [""]
         raise UnfitModelError(
             f"its code does not run from {next(iter(inputs))} alone, without weights: it raised "
-            f"{type(error).__name__}: {lines[0]}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
 
@@ -334,10 +298,6 @@ def _order(
     return tuple(before), tuple(after)
 
 
-def has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def embedding_width(model: PreTrainedModel, hidden: Tensor) -> int:
     """Returns the last dimension of embedded ids."""
     try:
@@ -354,17 +314,15 @@ def _check_chain(probes: Sequence[_Probe]) -> None:
             raise UnfitModelError(
                 f"its code changes the hidden states between blocks {index - 1} and {index}"
             )
-        for what, value in probe.named():
-            for part in _leaves(value):
-                if isinstance(part, Tensor) and part.requires_grad:
-                    raise UnfitModelError(
-                        f"block {index} takes {what}, which depends on hidden states or weights"
-                    )
-                if not isinstance(part, Tensor) and not isinstance(part, _PLAIN):
-                    raise UnfitModelError(
-                        f"block {index} takes {what}, a {type(part).__name__}, which blocks may "
-                        "share"
-                    )
+        for what, value in probe.leaves():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise UnfitModelError(
+                    f"block {index} takes {what}, which depends on hidden states or weights"
+                )
+            if not isinstance(value, _PLAIN):
+                raise UnfitModelError(
+                    f"block {index} takes {what}, a {type(value).__name__}, which blocks may share"
+                )
 
 
 def _arguments(
@@ -383,31 +341,15 @@ def _arguments(
     return [each.arguments for each in recorders]
 
 
-def _check_arguments(seen: Sequence[Sequence[tuple[str, Any]]], found: Sequence[Arguments]) -> None:
-    """Checks that arguments depend neither on ids nor on what other blocks return."""
-    for index, (one, other) in enumerate(zip(seen, found, strict=True)):
-        for (what, value), same in zip(one, _values(other), strict=True):
-            if not _equal(value, same):
-                raise UnfitModelError(
-                    f"block {index} takes {what}, which depends on the ids or on another block"
-                )
-
-
 def _equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and (isinstance(one, Tensor) or one == other)
+    return type(one) is type(other) and one == other
 
 
 def _check_state(model: nn.Module) -> None:
     for name in _other_tensors(model):
         raise UnfitModelError(f"it keeps {name} from one forward to the next")
-
-
-def _values(arguments: Arguments) -> list[Any]:
-    return [*arguments[0], *arguments[1].values()]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -416,3 +358,7 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
+
+
+def _traced_zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, requires_grad=like.is_floating_point())

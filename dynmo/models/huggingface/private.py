@@ -28,10 +28,13 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import guard_torch_init_functions
 from transformers.integrations import moe
+from transformers.pytorch_utils import Conv1D
 
+from dynmo.kernels.deferral import register_split
 from dynmo.kernels.products import stands_for_grouped_mm
+from dynmo.kernels.split import WeightTape, may_split, note, split_linear
 from dynmo.kernels.torch_private import FakeTensor
-from dynmo.models.huggingface.skeleton import overlaid
+from dynmo.models.huggingface.stubs import overlaid
 
 TESTED = ("5.23.0",)
 
@@ -221,3 +224,27 @@ def types_after_loading(
         kept = build_glob_alternation([*plan])[0]
         types |= {name: torch.float32 for name in model.state_dict() if kept.search(name)}
     return types | {user: types[owner] for user, owner in tied.items()}
+
+
+class _SplitConv1D(Conv1D):
+    """A linear layer whose weight is [in, out], with a W that waits.
+
+    `kernels/products.py` knows its product too, but asks at each call of torch in its forward.
+    """
+
+    tape: WeightTape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = cast(nn.Parameter, self.weight), cast(nn.Parameter, self.bias)
+        if self.tape is None or not weight.requires_grad or not may_split(self, x.device):
+            return super().forward(x)
+        rows = x.view(-1, x.shape[-1])
+        if self.tape.notes(weight):
+            y = note(self.tape, torch.addmm(bias, rows, weight), rows, weight, bias, turned=True)
+        else:
+            width, outputs = weight.shape
+            y = split_linear(rows, weight, bias, self.tape, ((outputs, width), (1, outputs), 0))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+register_split(Conv1D, _SplitConv1D)

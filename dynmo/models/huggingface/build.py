@@ -1,0 +1,282 @@
+"""Builds the layers of a transformers model, with values for those that a rank holds.
+
+A new tensor has a mark until the code of transformers or peft, or a file, sets its value. A tensor
+that all of them forget would be arbitrary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.seeds import generators_kept
+from dynmo.kernels.torch_private import unset_fake_temporarily
+from dynmo.models.huggingface.cut import Halves, half_of, keeps_numbers
+from dynmo.models.huggingface.layers import (
+    BlockShell,
+    EmbeddingShell,
+    Frame,
+    HeadShell,
+    Shell,
+    TypesAt,
+)
+from dynmo.models.huggingface.names import base_name
+from dynmo.models.huggingface.private import initialise
+from dynmo.models.huggingface.probe import Structure
+from dynmo.models.huggingface.router import RouterLoss
+from dynmo.models.huggingface.stubs import (
+    has_no_values,
+    has_weights,
+    marked,
+    retensored,
+    units_of,
+)
+from dynmo.models.model import check_layers
+from dynmo.models.tied import Pair
+
+_logger = logging.getLogger(__name__)
+
+# Seconds between two lines that tell how many layers are read.
+_EVERY = 5.0
+
+Fill = Callable[[int, nn.Module], None]
+"""Takes the index of a layer and the layer, whose tensors have memory. Sets their values."""
+
+Freeze = int | str | range
+"""The index of a block, several of them, or the name of a layer."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer of dynmo in a transformers model.
+
+    Attributes:
+        name: Name of the layer.
+        block: Index of the block. None for embedding and head.
+        half: 0 for attention, 1 for the feed-forward. None for a whole block.
+    """
+
+    name: str
+    block: int | None = None
+    half: int | None = None
+
+
+def places(halves: Sequence[Halves | None]) -> list[Place]:
+    """Returns the layers of a model whose blocks are cut like this."""
+    between = list[Place]()
+    for index, each in enumerate(halves):
+        if each is None:
+            between.append(Place(f"blocks.{index}", index))
+        else:
+            between.append(Place(f"blocks.{index}.attention", index, 0))
+            between.append(Place(f"blocks.{index}.feed-forward", index, 1))
+    return [Place("embedding"), *between, Place("head")]
+
+
+def frozen_layers(
+    places: Sequence[Place], freeze: Iterable[Freeze], train_last: int | None
+) -> frozenset[int]:
+    """Returns the indices of the layers that do not train.
+
+    Args:
+        places: The layers of the model.
+        freeze: Blocks by index, and layers by name, such as "embedding" or "blocks.0.attention".
+        train_last: Number of last blocks that train, with the output layer. All else is frozen.
+
+    Raises:
+        ConfigError: There is no such block or layer.
+    """
+    blocks = 1 + max(place.block for place in places if place.block is not None)
+    names = {place.name for place in places}
+    wanted = set[int | str]()
+    for each in freeze:
+        wanted.update(each if isinstance(each, range) else (each,))
+    for each in wanted:
+        if (each not in names) if isinstance(each, str) else not 0 <= each < blocks:
+            raise ConfigError(
+                f"freeze has {each!r}; give blocks 0 to {blocks - 1}, or names of layers, such as "
+                f"{places[0].name!r} or {places[1].name!r}"
+            )
+    if train_last is not None:
+        if not 0 <= train_last <= blocks:
+            raise ConfigError(f"train_last = {train_last}, but the model has {blocks} blocks")
+        wanted |= {places[0].name, *range(blocks - train_last)}
+    return frozenset(
+        index
+        for index, place in enumerate(places)
+        if place.name in wanted or (place.block is not None and place.block in wanted)
+    )
+
+
+@dataclass
+class Builder:
+    """Builds layers. Each call makes modules of its own.
+
+    Attributes:
+        halves: How each block is cut. None leaves it whole.
+        fill: Sets the values of a layer's parameters and buffers.
+        router: The loss of the routers, if there is one.
+        types: The types of tensors in each precision.
+        frozen: Indices of the layers that do not train.
+        float32_adapters: Whether adapters stay in float32 in any precision.
+        base_folder: Folder of the frozen weights that checkpoints leave out.
+    """
+
+    structure: Structure
+    halves: Sequence[Halves | None]
+    fill: Fill
+    router: RouterLoss | None = None
+    types: TypesAt = lambda _: {}
+    frozen: Collection[int] = ()
+    float32_adapters: bool = False
+    base_folder: str | None = None
+
+    @property
+    def places(self) -> list[Place]:
+        """The layers."""
+        return places(self.halves)
+
+    def build(self, owned: Collection[int]) -> list[nn.Module]:
+        """Returns all layers. Those that are not owned are on the meta device."""
+        # A dry run builds layers with another default device.
+        with generators_kept(torch.device("cpu")), torch.device("cpu"):
+            frame = Frame(self.structure, self._shared(), self.router, self.types)
+            layers = [self._shell(frame, place) for place in self.places]
+            for index, layer in enumerate(layers):
+                _untie_within(layer)
+                layer.base_folder = self.base_folder
+                layer.float32_adapters = self.float32_adapters
+                if index in self.frozen:
+                    layer.requires_grad_(False)
+            told = time.monotonic()
+            for number, index in enumerate(sorted(owned), 1):
+                retensored(layers[index], marked)
+                self.fill(index, layers[index])
+                _check_values(layers[index])
+                if time.monotonic() - told >= _EVERY:
+                    told = time.monotonic()
+                    _logger.info(f"read {number} of this rank's {len(owned)} layers")
+            self._check_cuts(layers, owned)
+        modules: list[nn.Module] = [*layers]
+        check_layers("dynmo.huggingface", modules)
+        return modules
+
+    def tied(self) -> tuple[Pair, ...]:
+        """Returns the weights that two layers share, or that a layer has under two names."""
+        model = self.structure.model
+        homes = {
+            name: index
+            for index, layer in enumerate(self.build(()))
+            for name, _ in layer.named_parameters()
+        }
+        uses = dict[int, list[str]]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in homes:
+                uses.setdefault(id(parameter), []).append(name)
+        # Files have the weight under the name of its owner.
+        users: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        pairs = list[Pair]()
+        for names in uses.values():
+            owner, *others = sorted(names, key=lambda name: base_name(name) in users)
+            pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
+        return tuple(pairs)
+
+    def _check_cuts(self, layers: Sequence[Shell], owned: Collection[int]) -> None:
+        """Compares one block of each kind with its halves, if this rank holds both.
+
+        A wrong cut would change numbers silently.
+        """
+        checked = set[object]()
+        for index in () if has_no_values() else sorted(owned):
+            first, place = layers[index], self.places[index]
+            if place.half != 0 or index + 1 not in owned or not isinstance(first, BlockShell):
+                continue
+            second, halves = layers[index + 1], self.halves[first.index]
+            kind = tuple(map(type, self.structure.block(first.index).modules()))
+            if kind in checked or halves is None or not isinstance(second, BlockShell):
+                continue
+            checked.add(kind)
+            draws = torch.Generator().manual_seed(0)
+            hidden = torch.randn(self.structure.hidden.shape, generator=draws)
+            arguments = first.frame.arguments(first.index, hidden, None, None)
+            if not keeps_numbers(first.block, second.block, halves, hidden, arguments):
+                raise ConfigError(
+                    f"block {first.index} ({type(first.block).__name__}): its halves compute other "
+                    'numbers than the whole block; leave blocks whole (cut = "blocks")'
+                )
+
+    def _shared(self) -> dict[str, nn.Module]:
+        """Returns the modules without weights that layers share, with their buffers."""
+        model, made = self.structure.model, dict[str, nn.Module]()
+        for path in units_of(model, self.structure.blocks):
+            module = model.get_submodule(path)
+            if not _is_owned(module):
+                made[path] = _copied(module)
+                retensored(made[path], marked)
+                initialise(model, made[path], path)
+                _check_values(made[path], path)
+        return made
+
+    def _shell(self, frame: Frame, place: Place) -> Shell:
+        structure = self.structure
+        if place.block is not None:
+            block = _copied(structure.block(place.block))
+            halves = self.halves[place.block]
+            if halves is not None and place.half is not None:
+                block = half_of(block, halves, place.half)
+            return BlockShell(frame, place.block, block)
+        is_first = place.name == "embedding"
+        units = {
+            path: structure.model.get_submodule(path)
+            for path in (structure.before if is_first else structure.after)
+        }
+        owned = {path: _copied(module) for path, module in units.items() if _is_owned(module)}
+        if is_first:
+            return EmbeddingShell(frame, owned, structure.base)
+        return HeadShell(frame, owned, "")
+
+
+def _is_owned(module: nn.Module) -> bool:
+    """Whether a module belongs to one layer: it has weights, or draws random numbers."""
+    return has_weights(module) or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def _untie_within(layer: nn.Module) -> None:
+    """Gives a weight that a layer has under two names a parameter for each."""
+    known = set[int]()
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in known:
+                module._parameters[name] = copy.deepcopy(parameter)
+            known.add(id(parameter))
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copies a module on the meta device, also in a run of shapes only."""
+    with unset_fake_temporarily():
+        return copy.deepcopy(module)
+
+
+def _check_values(module: nn.Module, path: str = "") -> None:
+    """Refuses parameters and buffers that have no value yet. Fake tensors have none."""
+    for name in () if has_no_values() else _unset(module):
+        raise ConfigError(
+            f"{path}.{name}".lstrip(".") + " has no value, because the model's _init_weights does "
+            "not set it; give a folder of weights that has it"
+        )
+
+
+def _unset(module: nn.Module) -> Iterator[str]:
+    """Yields the names of tensors whose ends have the mark."""
+    for name, tensor in (*module.named_buffers(), *module.named_parameters()):
+        if tensor.dtype != torch.bool and not tensor.is_meta and tensor.numel():
+            ends = tensor.detach().flatten()[[0, -1]]
+            if torch.isclose(ends, marked(ends), rtol=0, atol=0, equal_nan=True).any():
+                yield name
