@@ -62,7 +62,7 @@ class ExportOptions:
 def export(options: ExportOptions) -> None:
     """Write the model of a checkpoint as transformers does."""
     from dynmo.huggingface.checkpoint import export_checkpoint, find_checkpoint
-    from dynmo.huggingface.save import type_of
+    from dynmo.huggingface.export import type_of
 
     dtype = type_of(options.dtype)
     if options.folder.exists() and not options.folder.is_dir():

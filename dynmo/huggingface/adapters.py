@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError, first_line
-from dynmo.huggingface.save import Export
+from dynmo.huggingface.export import Export
 from dynmo.models.huggingface.adapters import CONFIG, REFUSALS, WEIGHTS, renamed_config
 from dynmo.models.huggingface.load import Reader
 from dynmo.models.huggingface.model import HuggingFaceModel

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError, RunError
-from dynmo.huggingface.save import Export, export_of, in_files
+from dynmo.huggingface.export import Export, in_files
+from dynmo.huggingface.save import export_of
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.state import checkpoint

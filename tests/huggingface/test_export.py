@@ -18,8 +18,8 @@ from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import ConfigError, RunError
 from dynmo.huggingface import save_pretrained
 from dynmo.huggingface.checkpoint import in_shards
+from dynmo.huggingface.export import in_files
 from dynmo.huggingface.folder import TensorFile
-from dynmo.huggingface.save import in_files
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
