@@ -50,7 +50,7 @@ PAGES = [
     TUTORIAL,
     *CASES,
     *sorted(HOW_TO.glob("*.md")),
-    *(REFERENCE / name for name in ("python.md", "layers.md", "own-case.md")),
+    *(REFERENCE / name for name in ("checkpoint-files.md", "python.md", "layers.md", "own-case.md")),
 ]
 OTHERS = {"transformers", "dynmo", "torch", "safetensors", "my_model"}
 WHOLE_TOML = [
@@ -262,7 +262,9 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
 
     Loading also works on the meta device, without a warning.
     """
-    (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
+    (folder / "my_start.py").write_text(
+        block(REFERENCE / "checkpoint-files.md", "python", "# my_start.py")
+    )
     monkeypatch.delitem(sys.modules, "my_start", raising=False)
     given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))
     config = parse(given)
