@@ -50,7 +50,7 @@ PAGES = [
     TUTORIAL,
     *CASES,
     *sorted(HOW_TO.glob("*.md")),
-    *(REFERENCE / name for name in ("checkpoint-files.md", "python.md", "layers.md", "own-case.md")),
+    *(REFERENCE / f"{name}.md" for name in ("checkpoint-files", "python", "layers", "own-case")),
 ]
 OTHERS = {"transformers", "dynmo", "torch", "safetensors", "my_model"}
 WHOLE_TOML = [
