@@ -27,9 +27,8 @@ from transformers import AutoTokenizer
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.waiting import functions, save_model
-from dynmo.data.grouping import RowCost, grouped
+from dynmo.data.grouping import RowCost, grouped, packed
 from dynmo.data.order import Order
-from dynmo.data.packing import packed
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Op, Schedule, dependencies
 

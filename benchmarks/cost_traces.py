@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
-from dynmo.cost.profile_file import Profile
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.placement import place

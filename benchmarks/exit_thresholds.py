@@ -25,7 +25,7 @@ from benchmarks.quality import config_of
 from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import Config
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.loader import DataLoader
+from dynmo.train.data import DataLoader
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 

@@ -44,8 +44,8 @@ from torch import Tensor
 
 from benchmarks.harness import alternate, elapsed, medians, run_ranks
 from benchmarks.output import add_number, markdown, parser_of, print_tables, run
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.cost.readings import Readings as LayerReadings
 from dynmo.cost.readings import Times
 from dynmo.elastic.newcomer import NewcomerState

@@ -50,7 +50,7 @@ from benchmarks.cost_traces import Layers, best, dense, in_blocks, name_of, time
 from benchmarks.harness import train
 from benchmarks.output import markdown
 from benchmarks.reshape import decided as decided_now
-from dynmo.cost.profile_file import Profile
+from dynmo.cost.costs_file import Profile
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.plan.problem import Choice, Mesh, Problem, Work

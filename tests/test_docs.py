@@ -17,8 +17,8 @@ from docs.tools import balancing, figures
 from docs.tools.documents import DOCUMENTS, ROOT, Example, code, examples, is_row, marked, table_at
 from docs.tools.result_tables import result_tables
 from dynmo.cases import CASES as CASES_OF_DYNAMISM
+from dynmo.cost.costs_file import Profile, to_json
 from dynmo.cost.layer_cost import LayerCost, LinkCost, split_costs, uniform_costs
-from dynmo.cost.profile_file import Profile, to_json
 from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import Timeline, simulate
 

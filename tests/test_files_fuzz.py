@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from dynmo import events
 from dynmo.config import load
-from dynmo.cost import costs_file, profile_file
-from dynmo.data.file_kind import kind_of
+from dynmo.cost import costs_file
+from dynmo.data.corpus import TokenFile, kind_of
 from dynmo.data.records import BrokenSampleError, open_records
 from dynmo.data.samples import Encoder
-from dynmo.data.token_file import TokenFile
 from dynmo.errors import InputError
 from dynmo.models.huggingface.load import stored_in
 from dynmo.plan import decide, workload
@@ -47,8 +46,7 @@ def token_file(path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "config": load,
     "workload": workload.read,
-    "costs": lambda path: costs_file.read_costs(path, 2),
-    "profile": profile_file.read,
+    "costs": costs_file.read,
     "decisions": lambda path: list(decide.read_records(path)),
     "events": lambda path: list(events.read(path)),
     "jsonl": lambda path: records(path, "jsonl"),

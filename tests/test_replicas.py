@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.replicas import could_hide
 from dynmo.config import parse
-from dynmo.cost import profile_file
+from dynmo.cost import costs_file
 from dynmo.events import ReshapeEvent, read
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.pipeline.actions import Actions
@@ -164,7 +164,7 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     told = list(read(tmp_path / "events.jsonl"))
     reshapes = [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)]
     assert reshapes == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]
-    written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
+    written = costs_file.read(tmp_path / costs_file.IN_RUN)  # of the mesh that it ended in
     assert (written.ranks, written.microbatches) == (1, 2)
     # No run tells it, but shapes do.
     assert all(layer.workspace_bytes > 0 for layer in written.layers)
@@ -295,12 +295,12 @@ def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) ->
 
     A planner divides them by the replicas of its mesh. Pending gradients are included.
     """
-    profiles: dict[int, profile_file.Profile] = {}
+    profiles: dict[int, costs_file.Profile] = {}
     for zero in (0, 1):
         folder = tmp_path / str(zero)
         folder.mkdir()
         pool.run("train_in", 2, config=config(1, 2, zero=zero, groups=8), folder=str(folder))
-        profiles[zero] = profile_file.read(folder / profile_file.IN_RUN)
+        profiles[zero] = costs_file.read(folder / costs_file.IN_RUN)
     for whole, shared in zip(profiles[0].layers, profiles[1].layers, strict=True):
         if whole.gradient_bytes:  # all but AdamW's counters
             assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dynmo.cli.console import progress
 from dynmo.cli.options import command
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import ConfigError, InputError
@@ -75,8 +74,15 @@ def export(options: ExportOptions) -> None:
         _logger.warning(f"{problem}; {path.name} is exported")
     model = _model(options, path, manifest.layers)
     _import_forms(path, model.layers)
-    with _progress(path, model.layers) as listen:
-        done = export_checkpoint(path, model, options.folder, dtype, listen, merge=options.merge)
+    with progress(f"exporting {path.name}") as listen:
+        done = export_checkpoint(
+            path,
+            model,
+            options.folder,
+            dtype,
+            lambda layers: listen(layers, model.layers),
+            merge=options.merge,
+        )
     if options.as_json:
         answer = {
             "checkpoint": str(path),
@@ -144,20 +150,3 @@ def _config_of(path: Path) -> Config:
             "the model was loaded from, with --model FOLDER"
         )
     return load(file)
-
-
-@contextlib.contextmanager
-def _progress(path: Path, layers: int) -> Iterator[Callable[[int], None]]:
-    """Shows progress on stderr, while it is open."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed}/{task.total} layers"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"exporting {path.name}", total=layers)
-        yield lambda done: progress.update(task, completed=done)

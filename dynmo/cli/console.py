@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 # Columns of words. All others are numbers, to the right.
-_WORDS = ("", "schedule", "layers", "what", "again", "why")
+_WORDS = ("", "schedule", "layer", "layers", "what", "again", "why")
 
 
 def console_for_tables() -> Console:
@@ -39,3 +40,27 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> 
     for row in rows:
         table.add_row(*(escape(row.get(str(x.header), "-")) for x in table.columns))
     console_for_tables().print(table)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on stderr how much is done, and how much there is, while it is open."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dynmo.cli.console import console_for_tables, progress
 from dynmo.cli.options import command
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
@@ -62,13 +61,13 @@ def data(options: DataCommandOptions) -> None:
     from dynmo.train.data_view import view_of
     from dynmo.train.tokenise import tokenise
 
-    with _progress(f"reading {config.data.source}") as listen:
+    with progress(f"reading {config.data.source}") as listen:
         view = view_of(config, listen)
     for text in view.warnings:
         _logger.warning(text)
     written = None
     if options.out is not None:
-        with _progress(f"tokenising {config.data.source}") as listen:
+        with progress(f"tokenising {config.data.source}") as listen:
             try:
                 written = tokenise(config, options.out, workers, listen)
             except OSError as error:
@@ -98,34 +97,8 @@ def _check_out(options: DataCommandOptions) -> None:
         raise InputError(f"--out {out} exists; choose another name, or give --force")
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows progress on stderr, while it is open."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def _print_text(view: DataView) -> None:
     from rich.text import Text
-
-    from dynmo.cli.console import console_for_tables
 
     console = console_for_tables()
     for name, number in view.numbers.items():

@@ -28,7 +28,7 @@ from dynmo.schedule.catalogue import AUTO, SHAPES
 
 if TYPE_CHECKING:
     from dynmo.cli.plan_options import PlanOptions
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.plan.best import Found
     from dynmo.plan.evaluate import Plan
     from dynmo.plan.problem import Allowed, Problem

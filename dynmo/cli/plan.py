@@ -33,7 +33,7 @@ from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.schedule.catalogue import AUTO
 
 if TYPE_CHECKING:
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.plan.alternatives import Alternative
     from dynmo.plan.evaluate import Plan
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @command
 @compilation_told()
 def plan(options: PlanOptions) -> None:
-    from dynmo.cost.profile_file import read
+    from dynmo.cost.costs_file import read
 
     import_from_working_folder()
     costs, tolerance = options.costs_path(), options.fewest_ranks

@@ -17,7 +17,7 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
 
 if TYPE_CHECKING:
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.schedule.memory import Limit
 
 

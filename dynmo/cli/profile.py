@@ -5,12 +5,10 @@ It measures for a few steps. `dynmo plan` reads the file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynmo.cli.compiling import compilation_told
+from dynmo.cli.console import print_table, progress
 from dynmo.cli.options import command
 from dynmo.cli.rank_process import (
     check_input,
@@ -34,13 +33,18 @@ from dynmo.cli.rank_process import (
 from dynmo.errors import InputError, RunError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dynmo.config import Config
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.runtime.comm.rendezvous import Rendezvous
 
 _logger = logging.getLogger(__name__)
+
+_SIZES = {
+    "held": "static_bytes",
+    "activations": "activation_bytes",
+    "until W": "stash_bytes",
+    "output": "output_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def profile(options: ProfileOptions) -> None:
 
 def _check_out(out: Path) -> None:
     """Rejects another file of that name, or a missing folder, before the work begins."""
-    from dynmo.cost.profile_file import KIND
+    from dynmo.cost.costs_file import KIND
 
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no folder {out.parent}")
@@ -138,7 +142,7 @@ def _spawn(options: ProfileOptions, config: Config) -> int:
 
 def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) -> int:
     """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
-    from dynmo.cost.profile_file import to_json, write
+    from dynmo.cost.costs_file import to_json, write
     from dynmo.train.profile_run import run
     from dynmo.train.setup import warnings_of
 
@@ -151,9 +155,9 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
     with (
         compilation_told(),
         stdout_for_json(options.as_json),
-        _progress(config.name, options.steps) as listen,
+        progress(f"measuring {config.name}") as listen,
     ):
-        measured = run(config, rendezvous, options.steps, listen)
+        measured = run(config, rendezvous, options.steps, lambda step: listen(step, options.steps))
     assert options.out is not None
     write(options.out, measured)
     if options.as_json:
@@ -163,33 +167,23 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
     return 0
 
 
-@contextlib.contextmanager
-def _progress(name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
-    """Shows progress on stderr, while it is open."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed}/{task.total} steps"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"measuring {name}", total=steps)
-
-        def listen(step: int, seconds: float) -> None:
-            progress.update(task, completed=step)
-            if not console.is_terminal and step == steps:
-                console.print(f"measured {step} steps, {seconds:.3f} s the last", highlight=False)
-
-        yield listen
-
-
 def _print_text(measured: Profile, out: Path) -> None:
-    from dynmo.cli.console import console_for_tables
-
-    console_for_tables().print(table(measured))
+    whole = sum(layer.seconds for layer in measured.layers) or 1.0
+    rows = [
+        {"layer": name}
+        | {f"{kind.upper()} ms": f"{getattr(layer, kind) * 1e3:.3f}" for kind in "fbw"}
+        | {"share": f"{layer.seconds / whole:.1%}", "parameters": f"{layer.parameters:,}"}
+        | {
+            f"{heading} MiB": f"{getattr(layer, size) / 2**20:,.2f}"
+            for heading, size in _SIZES.items()
+        }
+        for name, layer in zip(measured.names, measured.layers, strict=True)
+    ]
+    print_table(
+        rows,
+        f"{len(rows)} layers, microbatches of {measured.microbatch}, median of {measured.steps} "
+        "steps",
+    )
     for (low, high), link in measured.links:
         rate = (
             f"{link.bytes_per_second / 1e9:.2f} GB/s"
@@ -198,38 +192,3 @@ def _print_text(measured: Profile, out: Path) -> None:
         )
         print(f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}")
     print(f"{out}: plan with it: dynmo plan --costs {out}")
-
-
-def table(measured: Profile) -> Table:
-    """Returns a row per layer: milliseconds and sizes of one microbatch."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(
-        title=f"{len(measured.layers)} layers, microbatches of {measured.microbatch}, median "
-        f"of {measured.steps} steps",
-        title_justify="left",
-    )
-    table.add_column("layer")
-    for heading in (
-        "F ms",
-        "B ms",
-        "W ms",
-        "share",
-        "parameters",
-        "held MiB",
-        "activations MiB",
-        "until W MiB",
-        "output MiB",
-    ):
-        table.add_column(heading, justify="right")
-    whole = sum(layer.seconds for layer in measured.layers) or 1.0
-    for name, layer in zip(measured.names, measured.layers, strict=True):
-        sizes = (layer.static_bytes, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
-        row = [f"{seconds * 1e3:.3f}" for seconds in (layer.f, layer.b, layer.w)] + [
-            f"{layer.seconds / whole:.1%}"
-        ]
-        table.add_row(
-            escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes)
-        )
-    return table

@@ -44,8 +44,7 @@ def rank_command(*arguments: str) -> list[str]:
 
 def check_input(config: Config) -> None:
     """Checks the config without torch, before anything is made or overwritten."""
-    from dynmo.data.corpus import check_vocab, open_corpus
-    from dynmo.data.token_file import TokenFile
+    from dynmo.data.corpus import TokenFile, check_vocab, open_corpus
     from dynmo.elastic.managers import make_manager
 
     source = config.data.source
@@ -62,7 +61,7 @@ def with_known_steps(config: Config, as_json: bool) -> Config:
     """Returns the config with the steps that `train.epochs` gives."""
     if config.train.epochs is None:
         return config
-    from dynmo.train.epochs import with_steps
+    from dynmo.train.setup import with_steps
 
     with stdout_for_json(as_json):
         return with_steps(config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dynmo.cli.plan_options import PlanOptions
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.plan.alternatives import RankRow, RankTable
     from dynmo.plan.problem import Allowed, Problem
     from dynmo.plan.replay import RanksNeeded

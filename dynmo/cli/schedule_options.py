@@ -47,7 +47,9 @@ class ScheduleOptions:
     ] = None
     costs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Per-stage costs in JSON, instead of the four times."),
+        typer.Option(
+            metavar="FILE", help="A costs file, or a run's folder, instead of the four times."
+        ),
     ] = None
     memory_limit: Annotated[
         float | None,

@@ -177,32 +177,41 @@ def _from_file(
 ) -> tuple[Costs, int, tuple[float, ...]]:
     """Returns the costs of a file, the first trainable stage, and the limit of each rank.
 
-    The file's lists have one number per stage, or one per rank. The stages of a rank then share its
-    number equally.
+    The file has the costs of each stage, or of each rank. The stages of a rank then share its costs
+    equally. The layers of a costs file are stages, or its placement says which are.
     """
-    from dynmo.cost.costs_file import read_costs
+    from dynmo.cost.costs_file import read
 
     _check_alone(options)
-    w_memory, ranks = options.w_memory, max(stage_ranks) + 1
-    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(stage_ranks))
-    if file.has_memory and w_memory is not None:
+    file, ranks, stages = read(path, of_stages=True), max(stage_ranks) + 1, len(stage_ranks)
+    placed = (file.partition, (1,) * len(file.layers))
+    counts = next((x for x in placed if x and len(x) in (stages, ranks)), None)
+    if counts is None:
         raise InputError(
-            f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one "
-            "of them"
+            f"costs file {path}: f has {len(file.layers)} entries, {stages} expected, one per "
+            "stage; dynmo plan --costs places layers"
         )
-    costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
-    if len(stage_ranks) == ranks:
-        return costs, file.first_trainable, caps
-    if len(costs.stages) == len(stage_ranks):
-        together = tuple(
-            sum(cap for cap, holder in zip(caps, stage_ranks, strict=True) if holder == rank)
-            for rank in range(ranks)
+    if file.has_memory and options.w_memory is not None:
+        raise InputError(
+            f"--w-memory, but costs file {path} has memory, which says it; use one of them"
         )
-        return costs, file.first_trainable, together
-    if file.first_trainable:
+    w_memory = 0.5 if options.w_memory is None else options.w_memory
+    try:
+        if len(counts) == stages:
+            costs = file.stages(counts, stage_ranks, w_memory)
+        else:
+            costs = file.stages(counts, range(ranks), w_memory)
+    except InputError as error:
+        raise InputError(f"costs file {path}: {error}") from None
+    first = next(i for i, stage in enumerate(costs.stages) if stage.b or stage.w)
+    caps = file.cap or (math.inf,) * len(counts)
+    if len(counts) == stages:
+        held = ([c for c, x in zip(caps, stage_ranks, strict=True) if x == r] for r in range(ranks))
+        return costs, first, tuple(map(sum, held))
+    if first:
         raise InputError(
             f"costs file {path}: a frozen prefix and several stages a rank; give one number per "
-            f"stage ({len(stage_ranks)})"
+            f"stage ({stages})"
         )
     return split_costs(costs, stage_ranks), 0, caps
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from dynmo import files
 from dynmo.cost.layer_cost import LinkCost
-from dynmo.errors import InputError
+from dynmo.errors import InputError, one_line
 from dynmo.files import parse_json
+from dynmo.options import Options, problems_of
 
-Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=1e-30, allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=1e30)]
+Rate = Annotated[float, Field(ge=1e-30)]
 
-_LONGEST = 40  # characters of a value in a message
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+_Checked = TypeVar("_Checked", bound=Options)
 
 
-class Link(Strict):
+class Link(Options):
     latency: Time = 0.0
     bytes_per_second: Rate | None = None
 
@@ -46,8 +43,8 @@ def read_text(path: Path, where: str, folder_hint: str = "give a file") -> str:
         raise InputError(f"{where}: cannot be read: {reason}") from None
 
 
-def read_json(path: Path, where: str, folder_hint: str = "give a file") -> object:
-    text = read_text(path, where, folder_hint)
+def read_json(path: Path, where: str) -> object:
+    text = read_text(path, where)
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
@@ -57,13 +54,27 @@ def read_json(path: Path, where: str, folder_hint: str = "give a file") -> objec
         raise InputError(f"{where}: not JSON that can be read: {error}") from None
 
 
-def first_problem(error: ValidationError, rank: Callable[[Any], int] = lambda problem: 0) -> Any:
-    """Picks one of pydantic's problems: the first of those with the least `rank`.
+def checked(kind: type[_Checked], data: Mapping[str, Any], where: str = "") -> _Checked:
+    """Returns what a file says, checked. A mistyped key comes before one that is missing for it."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = min(problems_of(error, data), key=lambda problem: not problem.is_unknown)
+        text = first.text
+        if first.is_unknown:
+            *section, key = (part for part in first.place if isinstance(part, str))
+            found: type[Options] = kind
+            for part in section:
+                found = _section(found.model_fields[part].annotation) or found
+            text = unknown_key(key, found.model_fields, ".".join([*section, key]))
+        raise InputError(one_line(where + text)) from None
 
-    A mistyped key comes before the key that is missing for it.
-    """
-    problems = error.errors(include_url=False)
-    return min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", rank(problem)))
+
+def _section(annotation: object) -> type[Options] | None:
+    """Returns the record of a field, or that of the items of its list."""
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        return annotation
+    return next(filter(None, map(_section, get_args(annotation))), None)
 
 
 def unknown_key(key: str, keys: Iterable[str], name: str | None = None) -> str:
@@ -72,10 +83,3 @@ def unknown_key(key: str, keys: Iterable[str], name: str | None = None) -> str:
     near = get_close_matches(key.lower(), keys, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(keys)}"
     return f"unknown key {name or key!r}; {hint}"
-
-
-def short(value: object) -> str:
-    """Writes a value as JSON does, cut to at most 40 characters."""
-    is_nan = isinstance(value, float) and math.isnan(value)
-    text = "NaN" if is_nan else json.dumps(value, default=str)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -1,1 +1,4 @@
-"""The training data: a corpus of bytes, and the batch of every step."""
+"""Data: reading, order, packing and exact resume. Knows no ranks."""
+
+IGNORED = -100
+"""The label that no loss counts, as in torch and transformers."""

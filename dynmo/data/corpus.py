@@ -1,24 +1,32 @@
-"""A corpus is one array of bytes, and a byte is a token. `tokenizer.py` and `token_file.py` have
-other tokens.
+"""Text and tokens on disk.
 
-"stdlib" is the standard library of the running Python, so every machine has some megabytes of text.
-"file:PATH" is any file. It is read a window at a time, so it may be larger than memory.
+A corpus is one array of bytes, and a byte is a token. "stdlib" is the standard library of the
+running Python, so every machine has some megabytes of text. "file:PATH" is any file. It is read a
+window at a time, so it may be larger than memory. `tokenizer.py` makes other tokens.
+
+"tokens:PATH" is a file of numbers one after another. PATH.json says how to read them:
+
+    {"dtype": "uint16", "vocab": 32000}
+
+dtype is uint8, uint16, uint32 or int32, little-endian. All tokens are below vocab.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sysconfig
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynmo.errors import ConfigError
+from dynmo.files import parse_json, read_text
 
 VOCAB = 256  # a token is a byte
 STDLIB_LIMIT = 16 * 2**20
@@ -141,3 +149,118 @@ def file(path: Path, kind: str = "file") -> FileCorpus:
         problem = f"cannot be read ({error.strerror})"
     wanted = "text" if kind == "file" else kind
     raise ConfigError(f"{_named(kind, path)} {problem}; give a file of {wanted}")
+
+
+DTYPES = ("uint8", "uint16", "uint32", "int32")
+
+
+class TokenFile:
+    """The tokens of a file.
+
+    Args:
+        path: The file. PATH.json is read, too.
+
+    Attributes:
+        vocab: A number that all tokens are below, as PATH.json says.
+
+    Raises:
+        ConfigError: A file is missing, or the two do not fit together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._source = f'data.source = "tokens:{path}"'
+        dtype, self.vocab = self._read_kind(Path(f"{path}.json"))
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._bytes = file(path, "tokens")
+        if len(self._bytes) % self._dtype.itemsize:
+            raise ConfigError(
+                f"{self._source}: has {len(self._bytes)} bytes, no multiple of the "
+                f"{self._dtype.itemsize} of {dtype}; correct dtype in {path}.json"
+            )
+
+    def _read_kind(self, beside: Path) -> tuple[str, int]:
+        try:
+            told: object = parse_json(read_text(beside))
+        except OSError as error:
+            why = f"{beside} cannot be read ({error.strerror})"
+            raise ConfigError(
+                f'{self._source}: {why}; write it, such as {{"dtype": "uint16", "vocab": 32000}}'
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{self._source}: {beside} is no JSON ({error})") from None
+        kind = cast("dict[str, object]", told) if isinstance(told, dict) else {}
+        dtype, vocab = kind.get("dtype"), kind.get("vocab")
+        if dtype not in DTYPES or type(vocab) is not int or vocab < 1:
+            raise ConfigError(
+                f"{self._source}: {beside} must have dtype ({', '.join(DTYPES)}) and vocab (a "
+                "positive number)"
+            )
+        return cast(str, dtype), vocab
+
+    def __len__(self) -> int:
+        return len(self._bytes) // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[np.integer]:
+        """Raises ConfigError if the file has become shorter, or has a token outside of `vocab`."""
+        start, stop, _ = part.indices(len(self))
+        size = self._dtype.itemsize
+        tokens = self._bytes[start * size : stop * size].view(self._dtype)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab)][0]
+            raise ConfigError(
+                f"{self._source}: has the token {wrong}, and vocab = {self.vocab} in its .json"
+            )
+        return tokens
+
+
+_HEAD = 1 << 16
+# A file with more zero bytes than this is no text. A text may have some as separators.
+_MOST_ZEROS = 0.05
+
+# First bytes of a kind of file. The first that fits counts.
+_SIGNATURES = (
+    (rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", "a torch file"),
+    (rb"\x80[\x02-\x05]", "a Python pickle"),
+    (rb"PK\x03\x04(?s:.){26}[\w.-]+/data\.pkl", "a torch file"),
+    (rb"PK\x03\x04(?s:.){26}[\w.-]+\.npy", "a numpy archive"),
+    (rb"PK\x03\x04", "a zip file"),
+    (rb"\x93NUMPY", "a numpy array"),
+    (rb"(?s:.){8}\{\s*\"", "a safetensors file"),
+    (rb"PAR1", "a parquet file"),
+    (rb"ARROW1|\xff\xff\xff\xff(?s:.){4}\x10\x00\x00\x00", "an arrow file"),
+    (rb"\x89HDF\r\n", "an HDF5 file"),
+    (rb"\x1f\x8b", "a gzip file"),
+    (rb"BZh[1-9]1AY", "a bzip2 file"),
+    (rb"\xfd7zXZ\x00", "an xz file"),
+    (rb"\x28\xb5\x2f\xfd", "a zstd file"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z file"),
+    (rb"(?s:.){257}ustar", "a tar file"),
+    (rb"SQLite format 3\x00", "an SQLite database"),
+    (rb"%PDF-", "a PDF file"),
+    (rb"GGUF", "a GGUF file"),
+    (rb"\xff\xfe|\xfe\xff", "text in UTF-16"),
+)
+
+
+def kind_of(path: Path) -> str | None:
+    """Name the kind of a file that is no plain text, such as "JSON lines"."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    for signature, kind in _SIGNATURES:
+        if re.match(signature, head):
+            return kind
+    if head.count(b"\0") > _MOST_ZEROS * len(head):
+        return "binary data, such as token numbers"
+    # A line that the head cuts off is no record.
+    lines = [line for line in head.splitlines() if line.strip()][:2]
+    if lines and all(map(_is_record, lines)):
+        return "JSON lines"
+    is_json = re.match(rb'\s*(\[\s*(\{|\[\s*["\d{])|\{\s*")', b" ".join(lines))
+    return "a JSON file" if is_json else None
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict | list)
+    except ValueError:  # also text that is not UTF-8
+        return False

@@ -54,6 +54,14 @@ def windows_of(length: int, sequence: int, key: str = "data.source", fewest: int
     return windows
 
 
+def windows_in(sequence: int, length: int, held_out: int | None = None) -> tuple[int, int]:
+    """Returns the windows of a corpus and of a held-out one, by their tokens. None has none."""
+    if held_out is None:
+        return windows_of(length, sequence), 0
+    own = windows_of(held_out, sequence, "data.held_out", fewest=1)
+    return windows_of(length, sequence, fewest=1), own
+
+
 def held_out_of(windows: int, share: float | None) -> int:
     """Returns how many windows are held out. None is a twentieth, at most 1024. 0 is none."""
     if share is None:

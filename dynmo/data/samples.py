@@ -22,9 +22,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from dynmo.data.answers import ChatTemplate
-from dynmo.data.conversations import Conversation, conversation_of, is_conversation
-from dynmo.data.labels import IGNORED
+from dynmo.data import IGNORED
+from dynmo.data.conversations import ChatTemplate, Conversation, conversation_of, is_conversation
 from dynmo.data.options import AnswersOnly
 from dynmo.data.records import BrokenSampleError, Record
 from dynmo.data.tokenizer import SpecialTokens

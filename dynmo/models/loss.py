@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.data.labels import IGNORED
+from dynmo.data import IGNORED
 from dynmo.errors import InputError
 
 Counter = Callable[[Any], "Tensor | float"]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from dynmo.data.batches import SampleBatches, check_first
 from dynmo.data.options import DataOptions
 from dynmo.data.order import Order, StreamOrder
 from dynmo.data.records import Records, WithHeldOut
-from dynmo.data.sample_batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
 from dynmo.models.model import Model

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.models.model import Model
 from dynmo.pipeline.case import Dynamism

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.plan.problem import Choice, Kind, Mesh, Problem, Rules
 from dynmo.runtime.engine.engine import Engine

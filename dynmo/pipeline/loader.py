@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 from dynmo.counterparts import names_checked
-from dynmo.data.ahead import Ahead
+from dynmo.data.batches import Ahead, Microbatch, SampleBatches, padding_of
 from dynmo.data.options import AnswersOnly, DataOptions
 from dynmo.data.order import Order, held_out_of, held_out_text
 from dynmo.data.records import (
@@ -18,7 +18,6 @@ from dynmo.data.records import (
     digest_of,
     open_records,
 )
-from dynmo.data.sample_batches import Microbatch, SampleBatches, padding_of
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent

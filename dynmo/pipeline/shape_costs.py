@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes

@@ -22,7 +22,7 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
-    from dynmo.cost.profile_file import Profile
+    from dynmo.cost.costs_file import Profile
     from dynmo.plan.decide import DecisionRecord
 
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError, ScheduleError
 from dynmo.options import OWN, find_own
 from dynmo.plan.bisection import Chain

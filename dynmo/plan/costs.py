@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from dynmo.cost.costs_file import TIMES
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_costs
-from dynmo.cost.profile_file import TIMES
 from dynmo.errors import PartitionError
 from dynmo.plan.partition import Partition
 

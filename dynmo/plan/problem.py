@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Forecast, LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Cost, Partition, accumulation_problem, divisors

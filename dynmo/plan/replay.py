@@ -28,7 +28,7 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, final
 
-from dynmo.cost.profile_file import TIMES, Profile
+from dynmo.cost.costs_file import TIMES, Profile
 from dynmo.cost.readings import WINDOW, Times
 from dynmo.cost.readings import Readings as Window
 from dynmo.errors import InputError

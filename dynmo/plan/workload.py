@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, create_model
 
-from dynmo.cost.input_file import Link, read_json, read_text, unknown_key
+from dynmo.cost.costs_file import AT_MOST, SIZES, TIMES, alias
+from dynmo.cost.input_file import Link, Time, checked, read_json, read_text
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES, alias
-from dynmo.errors import InputError, one_line
+from dynmo.errors import InputError
 from dynmo.files import parse_toml
-from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole, problems_of
+from dynmo.options import Count, Lax, Listed, MemoryLimit, Options, Whole
 from dynmo.plan.options import Balance
 from dynmo.plan.problem import Layers
 from dynmo.schedule.bounds import Objective
 
-Time = Annotated[float, Field(ge=0, le=1e30)]
 Factor = Annotated[float, Field(gt=0, le=1e30)]
 Size = Annotated[int, Field(ge=0, le=1 << 60)]
 Sizes = Size | Listed[Size]
@@ -192,7 +191,7 @@ def parse(data: Mapping[str, Any], folder: Path) -> Workload:
         raise InputError(_NO_MOMENTS)
     if isinstance(trace, str) and isinstance(steps, int):
         data = {**data, "layers": layers | {"moments": _moments(folder / trace, steps)}}
-    return _checked(Workload, data)
+    return checked(Workload, data)
 
 
 def _table(value: object) -> dict[str, Any]:
@@ -202,34 +201,10 @@ def _table(value: object) -> dict[str, Any]:
 def _moments(trace: Path, steps: int) -> list[Moment]:
     """Spreads the moments of a trace evenly over the steps. With fewer steps, some are left out."""
     where = f"trace {trace}"
-    costs = _checked(_Trace, _table(read_json(trace, where)), f"{where}: ")
+    costs = checked(_Trace, _table(read_json(trace, where)), f"{where}: ")
     count = len(costs.f)
     starts = {
         index * steps // count: times
         for index, times in reversed(list(enumerate(zip(costs.f, costs.b, costs.w, strict=True))))
     }
     return [Moment(step=step, f=f, b=b, w=w) for step, (f, b, w) in sorted(starts.items())]
-
-
-_Checked = TypeVar("_Checked", bound=Options)
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "layers": LayerSection,
-    "moments": Moment,
-    "policy": Policy,
-    "link": Link,
-    "replica_link": Link,
-}
-
-
-def _checked(kind: type[_Checked], data: Mapping[str, Any], where: str = "") -> _Checked:
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        # A mistyped key comes before the key that is missing for it.
-        first = min(problems_of(error, data), key=lambda problem: not problem.is_unknown)
-        text = first.text
-        if first.is_unknown:
-            *section, key = (part for part in first.place if isinstance(part, str))
-            keys = _SECTIONS[section[-1]] if section else kind
-            text = unknown_key(key, keys.model_fields, ".".join([*section, key]))
-        raise InputError(one_line(where + text)) from None

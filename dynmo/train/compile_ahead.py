@@ -14,8 +14,8 @@ import sys
 import torch
 
 from dynmo.cases import CASES
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, uniform_costs
-from dynmo.cost.profile_file import Profile
 from dynmo.plan.best import plan_on
 from dynmo.plan.problem import Allowed, Problem
 from dynmo.schedule.catalogue import make

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 
 from dynmo.config import Config, with_options
-from dynmo.data.batches import windows_in
-from dynmo.data.labels import IGNORED
-from dynmo.data.order import Order, held_out_text
+from dynmo.data import IGNORED
+from dynmo.data.batches import padding_of
+from dynmo.data.order import held_out_text
 from dynmo.data.records import BrokenSampleError, WithHeldOut
-from dynmo.data.sample_batches import padding_of
 from dynmo.data.samples import Sample
 from dynmo.errors import ConfigError
-from dynmo.train.samples import open_batches, tokenizer_of
+from dynmo.train.data import open_batches, open_text, order_of, tokenizer_of
 from dynmo.train.setup import model_of
-from dynmo.train.text import open_text, text_tokenizer
 
 _MOST = 10_000  # samples that are encoded for their lengths; the others are only parsed
 _GROUP = 1000  # samples after which progress is told
@@ -68,7 +66,7 @@ def _samples(config: Config, listen: Callable[[int, int], None]) -> DataView:
     model = model_of(config)
     # A broken sample ends no view, which names all of them.
     given, config = config, with_options(config, ("data",), {"broken": "skip"})
-    batches, tokenizer = open_batches(config, model), tokenizer_of(config, model)
+    batches, tokenizer = open_batches(config, model), tokenizer_of(model.options or config.model)
     count = len(batches.records)
     looked = set(np.linspace(0, count - 1, min(count, _MOST)).astype(int).tolist())
     lengths, counted, special, cut = list[int](), 0, 0, 0
@@ -160,14 +158,9 @@ def _decoded(ids: list[int], tokenizer: Any) -> str:
 def _text(config: Config) -> DataView:
     model = model_of(config)
     options, train = model.options or config.model, config.train
-    source, sequence = config.data.source, config.model.sequence
+    sequence = config.model.sequence
     corpora = [open_text(each, options) for each in config.data.sources]
-    windows, own = windows_in(sequence, *map(len, corpora))
-    corpus = corpora[0]
-    shares = config.data.held_out_share, own
-    order = Order(
-        windows, train.global_batch, train.micro_batch, config.seed, config.data.shuffle, *shares
-    )
+    corpus, order = corpora[0], order_of(config, list(map(len, corpora)))
     numbers: dict[str, float] = {
         "tokens": len(corpus),
         "windows": order.windows,
@@ -175,7 +168,7 @@ def _text(config: Config) -> DataView:
     }
     start = int(order.train(0).flat[0]) * sequence
     window = corpus[start : start + sequence]
-    tokenizer = text_tokenizer(source, options)
+    tokenizer = tokenizer_of(options)
     if tokenizer is None and window.dtype == np.uint8:
         text = window.tobytes().decode(errors="replace")
     else:

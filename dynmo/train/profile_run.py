@@ -7,36 +7,25 @@ no harm. The first step warms up and is not counted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from statistics import median
 
 from dynmo import LayerCost, Pipeline
 from dynmo.config import Config
-from dynmo.cost.profile_file import Profile
-from dynmo.models.model import Model
-from dynmo.runtime.comm.meeting import Meeting
+from dynmo.cost.costs_file import Profile
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.train.loader import DataLoader
+from dynmo.train.data import DataLoader
 from dynmo.train.setup import own_cases, start
 
-Listener = Callable[[int, float], None]
-"""Takes the number of measured steps so far, and the seconds of the last one."""
+Listener = Callable[[int], None]
+"""Takes the number of measured steps so far."""
 
 
 def run(
     config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None
 ) -> Profile:
-    """Measures as one rank of the world at `rendezvous`. Every rank gets the same profile."""
-    with start(config, rendezvous) as (world, model):
-        return measure(config, world, model, steps, listen)
-
-
-def measure(
-    config: Config, world: Meeting, model: Model, steps: int, listen: Listener | None = None
-) -> Profile:
-    """Measures the layers in a world that has met.
+    """Measures as one rank of the world at `rendezvous`. Every rank gets the same profile.
 
     The dynamic cases act before the first step only. They may freeze a prefix, for example. Nothing
     changes later.
@@ -48,22 +37,22 @@ def measure(
         max_grad_norm=0.0,
         check_memory=False,
     )
-    cases = [*config.dynamism.named.values(), *own_cases(config)]
-    pipeline = Pipeline(model, world, cases=cases, **options)
-    loader = DataLoader(config, world, pipeline, model)
-    readings: list[tuple[LayerCost, ...]] = []
-    for step in range(steps + 1):
-        start = time.perf_counter()
-        pipeline.measured.forget()
-        inputs, targets, _ = loader.train(step)
-        pipeline.step(inputs, targets, adapt=step == 0)
-        costs = pipeline.measured.costs()
-        if step:
-            readings.append(costs)
-            if listen is not None:
-                listen(step, time.perf_counter() - start)
-    measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
-    return pipeline.measured.profile(steps, measured)
+    with start(config, rendezvous) as (world, model):
+        cases = [*config.dynamism.named.values(), *own_cases(config)]
+        pipeline = Pipeline(model, world, cases=cases, **options)
+        loader = DataLoader(config, world, pipeline, model)
+        readings: list[tuple[LayerCost, ...]] = []
+        for step in range(steps + 1):
+            pipeline.measured.forget()
+            inputs, targets, _ = loader.train(step)
+            pipeline.step(inputs, targets, adapt=step == 0)
+            costs = pipeline.measured.costs()
+            if step:
+                readings.append(costs)
+                if listen is not None:
+                    listen(step)
+        measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
+        return pipeline.measured.profile(steps, measured)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

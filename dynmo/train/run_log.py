@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.config import Config, with_options
-from dynmo.cost import profile_file
-from dynmo.cost.profile_file import Profile
+from dynmo.cost import costs_file
+from dynmo.cost.costs_file import Profile
 from dynmo.errors import InputError
 from dynmo.events import Event, EventLog
 from dynmo.files import LineLog, write_whole
@@ -78,7 +78,7 @@ class RunLog:
         if self._folder is None:
             return
         try:
-            profile_file.write(self._folder / profile_file.IN_RUN, profile)
+            costs_file.write(self._folder / costs_file.IN_RUN, profile)
         except InputError as error:  # missing costs must not end the run
             _logger.warning(str(error))
 

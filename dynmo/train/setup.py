@@ -6,6 +6,7 @@ The trainer, the profiler and the plan all begin with it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,9 @@ from typing import Any, cast
 import torch
 
 from dynmo import Dynamism, RunPlan, dry_run, load_model
-from dynmo.config import Config
-from dynmo.data.corpus import open_corpus
-from dynmo.data.file_kind import kind_of
+from dynmo.config import Config, with_options
+from dynmo.data.corpus import kind_of, open_corpus
+from dynmo.data.records import open_records
 from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
@@ -29,8 +30,9 @@ from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
-from dynmo.train.samples import open_batches
-from dynmo.train.text import check_tokens
+from dynmo.train.data import check_tokens, open_batches, open_text, order_of
+
+_logger = logging.getLogger(__name__)
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
@@ -160,9 +162,8 @@ def own_cases(config: Config) -> list[Dynamism]:
 def plan_run(config: Config) -> RunPlan:
     """Plans the run of a config without running it. Raises the errors that a run would raise."""
     model = _shapes_of(config)
-    options, source = model.options or config.model, config.data.source
+    options = model.options or config.model
     if config.data.has_samples:
-        check_tokens(source, options)
         open_batches(config, model)
     else:
         for each in config.data.sources:
@@ -171,6 +172,34 @@ def plan_run(config: Config) -> RunPlan:
                 open_corpus(each)
     on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
     return dry_run(model, config.options, own_cases(config), on_cuda)
+
+
+def with_steps(config: Config) -> Config:
+    """Returns the config with the steps that `train.epochs` gives. Reads the length of the data.
+
+    Raises:
+        ConfigError: The length is unknown, or the steps do not fit the other options.
+    """
+    train, data = config.train, config.data
+    if train.epochs is None:
+        return config
+    if data.streaming:
+        raise ConfigError(
+            f'train.epochs = {train.epochs:g}: the length of data.source = "{data.source}" is '
+            "unknown with data.streaming; give train.steps"
+        )
+    if data.has_samples:
+        lengths = [len(open_records(each)) for each in data.sources]
+    else:
+        options = model_of(config).options or config.model
+        lengths = [len(open_text(each, options)) for each in data.sources]
+    order = order_of(config, lengths)
+    steps = order.steps(train.epochs)
+    if os.environ.get("RANK", "0") == "0":
+        _logger.warning(
+            f"train.epochs = {train.epochs:g} with {order.windows} samples: {steps} steps"
+        )
+    return with_options(config, ("train",), {"epochs": None, "steps": steps})
 
 
 def warnings_of(config: Config) -> list[str]:

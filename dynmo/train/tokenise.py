@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynmo.config import Config, parse
-from dynmo.data.corpus import VOCAB
+from dynmo.data.batches import SampleBatches
+from dynmo.data.corpus import DTYPES, VOCAB
 from dynmo.data.records import BrokenSampleError, load_module, open_records
-from dynmo.data.sample_batches import SampleBatches
 from dynmo.data.samples import Sample
-from dynmo.data.token_file import DTYPES
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
-from dynmo.train.samples import open_batches
+from dynmo.train.data import open_batches, open_text
 from dynmo.train.setup import model_of
-from dynmo.train.text import open_text
 
 # A Parquet file is read a group of rows at a time, and shuffled samples come from all groups.
 _GROUP = 128

@@ -23,9 +23,8 @@ from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures, share_texts
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.worker import said_while
-from dynmo.train.loader import DataLoader
+from dynmo.train.data import DataLoader, loader_of
 from dynmo.train.run_log import Listener, RunLog
-from dynmo.train.samples import loader_of
 from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
 

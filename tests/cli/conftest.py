@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dynmo.cli import main
+from dynmo.cost.costs_file import Profile, write
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile, write
 from tests.cli.runs import CONFIG, Base, Done, Run, end, events, fill, free_port, train
 from tests.pool import Pool
 from tests.processes import gone, living, ranks

@@ -13,11 +13,10 @@ import tomli_w
 from transformers import AutoTokenizer
 
 from dynmo.config import load
-from dynmo.data.token_file import TokenFile
+from dynmo.data.corpus import TokenFile
 from dynmo.train import data_view, tokenise
-from dynmo.train.samples import open_batches
+from dynmo.train.data import open_batches, open_text
 from dynmo.train.setup import model_of
-from dynmo.train.text import open_text
 from tests.cli.runs import Run, assert_refused
 from tests.combinations import mostly_matrix
 

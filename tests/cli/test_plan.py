@@ -158,7 +158,7 @@ def test_missing_or_wrong_costs_are_refused(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "hand.json"
     path.write_text('{"f": [1, NaN], "b": [1, 1], "w": [1, 1]}')
     done = plan("--costs", path, "--ranks", 2, "--microbatches", 4)
-    assert_refused(done, path, "layer 1", "f is NaN")
+    assert_refused(done, path, "f[1] = nan: must be a finite number")
     path.write_text('{"f": [1, 1], "b": [1, 1], "w": [1, 1]}')
     assert_refused(plan("--costs", path, "--microbatches", 4), "--ranks")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 
-from dynmo.cli.profile import table
+from dynmo.cli.profile import _print_text
+from dynmo.cost.costs_file import Profile, read
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import Profile, read
 from tests.cli.runs import ONE_RANK, Done, Run, assert_refused, end, free_port
 from tests.pool import Pool
 from tests.processes import gone, start
@@ -82,7 +80,6 @@ def test_processes_leave_one_file_and_no_logs(tmp_path: Path) -> None:
 def test_profile_is_printed_and_written(measured: Measured) -> None:
     folder, done = measured
     assert done.status == 0, done.err
-    assert "measured 3 steps" in done.err
     assert done.out.count("\n") == 1
     printed: dict[str, Any] = json.loads(done.out)
     assert printed.pop("file") == "measured.json"
@@ -155,9 +152,6 @@ def test_wrong_options_start_no_rank(
     assert_refused(dynmo("profile", "run.toml", *arguments), *mentions)
 
 
-def test_markup_in_a_layer_name_is_printed_literally() -> None:
-    screen = io.StringIO()
-    Console(file=screen, width=200).print(
-        table(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",)))
-    )
-    assert "[bold]a[/x]" in screen.getvalue()
+def test_markup_in_a_layer_name_is_printed_literally(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_text(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",)), Path("costs.json"))
+    assert "[bold]a[/x]" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Batches are a pure function of the seed and the step. Corpora have the same bytes every time."""
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.data.batches import Batches
+from dynmo.data.batches import Ahead, Batches
 from dynmo.data.corpus import SEPARATOR, check_vocab, file, open_corpus, stdlib
 from dynmo.data.order import Order, windows_of
 from dynmo.errors import ConfigError
@@ -247,3 +248,38 @@ def test_text_of_its_own_is_held_out():
     assert found[3] == found[0]
     with pytest.raises(ConfigError, match=r"data\.held_out has 5 tokens"):
         Batches(numbered(6), SEQUENCE, 6, 2, 0, held_out=np.arange(5))
+
+
+def test_each_number_is_made_once_and_ahead() -> None:
+    made, third = list[int](), threading.Event()
+
+    def make(number: int) -> int:
+        made.append(number)
+        if number == 5:
+            third.set()
+        return 10 * number
+
+    ahead = Ahead(make, depth=2)
+    assert ahead.take(3) == 30
+    assert third.wait(10), "the next two are made without being asked for"
+    assert ahead.take(4) == 40
+    assert ahead.take(4) == 40
+    assert ahead.error(5) is None
+    assert ahead.waited > 0
+    ahead.close()
+    assert made[:3] == [3, 4, 5]
+    assert len(set(made)) == len(made)
+
+
+def test_error_is_known_before_its_number_is_taken() -> None:
+    def make(number: int) -> int:
+        if number == 2:
+            raise ValueError("no sample")
+        return number
+
+    ahead = Ahead(make)
+    assert ahead.take(1) == 1
+    assert str(ahead.error(2)) == "no sample"
+    with pytest.raises(ValueError, match="no sample"):
+        ahead.take(2)
+    ahead.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynmo.cost.profile_file import Profile
+from dynmo.cost.costs_file import Profile
 from dynmo.plan.best import plan_on
 from dynmo.plan.evaluate import Plan
 from dynmo.plan.problem import Allowed, Mesh, Problem, RecomputeMode, Speeds, Work

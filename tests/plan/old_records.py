@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from dynmo.cost.costs_file import Pair, Profile
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
-from dynmo.cost.profile_file import Pair, Profile
 from dynmo.pipeline.gathering import UNKNOWN_LINK, with_all_shares
 from dynmo.plan.decide import Decision, DecisionRecord
 from dynmo.plan.options import Balance, Elastic

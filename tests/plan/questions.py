@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.plan.decide import DecisionRecord
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Choice, Mesh, Problem, Readings, Rules, Work

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.plan.alternatives import (
     Alternative,

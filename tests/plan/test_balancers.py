@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.options import find_own
 from dynmo.plan.balancers import balancer, diffuse, find_rule, is_forced, merge

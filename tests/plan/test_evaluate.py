@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.plan.best import plan_on
 from dynmo.plan.costs import frozen_stages, pipeline_costs

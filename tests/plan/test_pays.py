@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Forecast, LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.options import LARGEST
 from dynmo.plan.pays import Change, Interval, Verdict, at, confirm, intervals, pays
 from dynmo.plan.problem import Layers, Problem, Work

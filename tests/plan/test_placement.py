@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError, ScheduleError
 from dynmo.plan.bisection import exact
 from dynmo.plan.costs import freeze, frozen_stages, pipeline_costs

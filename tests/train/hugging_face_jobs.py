@@ -11,7 +11,7 @@ from torch import Tensor
 from dynmo import Pipeline
 from dynmo.config import parse
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.loader import DataLoader
+from dynmo.train.data import DataLoader
 from dynmo.train.setup import model_of
 from tests.pool import Pool
 

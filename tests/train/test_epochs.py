@@ -11,7 +11,7 @@ import pytest
 from dynmo.config import Config, parse
 from dynmo.data.order import Order
 from dynmo.errors import ConfigError
-from dynmo.train.epochs import with_steps
+from dynmo.train.setup import with_steps
 
 
 def config(tmp_path: Path, **sections: Any) -> Config:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynmo.config import load, parse
 from dynmo.errors import ConfigError
+from dynmo.train.data import check_tokens
 from dynmo.train.setup import model_of, plan_run
-from dynmo.train.text import check_tokens
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import save
 from tests.pool import Pool

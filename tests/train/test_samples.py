@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from dynmo.config import parse
+from dynmo.data.batches import Padding, padding_of
 from dynmo.data.order import Order
 from dynmo.data.records import open_records
-from dynmo.data.sample_batches import Padding, padding_of
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepResult, read
-from dynmo.train.samples import open_batches
+from dynmo.train.data import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.saved_models import save

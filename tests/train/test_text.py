@@ -11,7 +11,7 @@ import pytest
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.train.setup import plan_run
-from tests.data.test_token_file import write
+from tests.data.test_corpus import write
 from tests.pool import Pool
 
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 20

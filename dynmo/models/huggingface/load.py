@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dynmo.cost.input_file import short
 from dynmo.errors import ConfigError, first_line, one_line
 from dynmo.files import check_regular, parse_json, read_text
 from dynmo.kernels.seeds import Purpose, mix
@@ -118,8 +117,8 @@ def _listed(folder: Path, index: str) -> list[str]:
     for name in names:
         if not _is_file_name(name):
             raise ConfigError(
-                f"{folder / index} lists {short(name)}, which is no name of a file in that folder; "
-                "download it again"
+                f"{folder / index} lists {one_line(str(name))[:40]}, which is no name of a file "
+                "in that folder; download it again"
             )
         if not (folder / name).is_file():
             raise ConfigError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost, elide
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError
 from dynmo.plan.costs import even_costs, one_microbatch, roomy_caps
 from dynmo.plan.evaluate import Plan, Replica, evaluate

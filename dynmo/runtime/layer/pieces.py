@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynmo.data.labels import IGNORED
+from dynmo.data import IGNORED
 from dynmo.errors import ConfigError
 from dynmo.models.loss import PieceLoss, piece_loss_of
 from dynmo.models.model import Model

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
+from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, elide
-from dynmo.cost.profile_file import Profile
 from dynmo.errors import ScheduleError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import make_engine
