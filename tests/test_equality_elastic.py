@@ -127,6 +127,23 @@ def test_ranks_leave_for_good(pool: Pool) -> None:
     assert told(results[0]["events"]) == reference(pool, "plain")
 
 
+def test_rank_0_leaves_and_comes_back(pool: Pool) -> None:
+    """Another rank takes over, and calls it back behind the others."""
+    elastic = {"reshape_at": [[2, 2, 1], [5, 3, 1]], "park": True}
+    config = wanted("plain", 3, elastic=elastic)
+    former, leader, _ = run(pool, config, "tests.train.elastic_jobs:small_machine_first")
+    assert [event["step"] for event in former["events"] if event["event"] == "step"] == [0, 1]
+    events = former["events"] + leader["events"]
+    assert sizes(events) == [(2, 3, 2), (5, 2, 3)]
+    (left,), (joined,) = fields_of(events, "repack", "left"), fields_of(events, "grow", "joined")
+    assert left == joined
+    returned = [seconds for (seconds,) in fields_of(events, "step", "gpu_seconds_returned")]
+    assert returned == sorted(returned)
+    assert told(events) == reference(pool, "plain")
+    assert not former["left"]
+    assert former["digest"] == leader["digest"]
+
+
 def with_newcomer(pool: Pool, config: dict[str, Any], newcomer: str) -> list[dict[str, Any]]:
     return pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer)
 

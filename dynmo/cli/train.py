@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from dynmo.elastic.manager import Starter
     from dynmo.events import Event
     from dynmo.runtime.comm.rendezvous import Rendezvous
+    from dynmo.train.run_log import Listener
+    from dynmo.train.trainer import RunResult
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +98,7 @@ def train(options: TrainOptions) -> None:
 
     import_from_working_folder()
     if is_local_rank():
-        raise typer.Exit(_local_newcomer(options.config) if options.join else _local_rank(options))
+        raise typer.Exit(_local_newcomer(options) if options.join else _local_rank(options))
 
     from dynmo.config import load
     from dynmo.runtime.comm.rendezvous import from_environment
@@ -102,7 +106,7 @@ def train(options: TrainOptions) -> None:
     may_start = "RANK" in os.environ
     options.check_combination(may_start)
     config = load(options.config, options.set_ or [])
-    if options.join and (status := _join(config, may_start)) is not None:
+    if options.join and (status := _join(config, options, may_start)) is not None:
         raise typer.Exit(status)
     if options.dry_run:
         _dry_run(with_known_steps(config, options.as_json), options.as_json)
@@ -164,9 +168,8 @@ def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
 
 def _local_rank(options: TrainOptions) -> int:
     """Runs a rank that dynmo's launcher started on the config in its run's folder."""
-    folder = options.config.parent
     return run_local_rank(
-        options.config, lambda config, rendezvous: _rank(config, rendezvous, folder, options)
+        options.config, lambda config, rendezvous: _rank(config, rendezvous, options)
     )
 
 
@@ -180,41 +183,58 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
     with (
         run_folder(config, options.resume, options.overwrite)
         if writes
-        else contextlib.nullcontext(RUNS / config.name) as folder,
+        else contextlib.nullcontext(),
         described_errors(rendezvous.rank),
     ):
-        return _rank(config, rendezvous, folder, options)
+        return _rank(config, rendezvous, options)
 
 
-def _rank(config: Config, rendezvous: Rendezvous, folder: Path, options: TrainOptions) -> int:
-    from dynmo.report.progress import ProgressLine
+def _rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) -> int:
     from dynmo.train.run import run
     from dynmo.train.setup import warnings_of
 
-    resume = options.resume
-    if rendezvous.rank:
-        return 130 if run(config, rendezvous, folder, resume).interrupted else 0
-    for warning in warnings_of(config):
-        _logger.warning(warning)
-    seen: set[str] = set()
-    show_progress_of_reading()
-    with (
-        compilation_told(),
-        stdout_for_json(options.as_json),
-        ProgressLine(config.name, config.train.steps) as progress,
-    ):
+    folder, told = RUNS / config.name, contextlib.nullcontext()
+    if rendezvous.rank == 0:
+        for warning in warnings_of(config):
+            _logger.warning(warning)
+        show_progress_of_reading()
+        told = compilation_told()
+    with told:
+        return _show(
+            config, options, lambda listen: run(config, rendezvous, folder, options.resume, listen)
+        )
+
+
+def _show(
+    config: Config, options: TrainOptions, train: Callable[[Listener], RunResult | None]
+) -> int:
+    """Trains as one rank, and shows the run while this is rank 0. Returns the exit status."""
+    from dynmo.elastic.launcher.rank_side import printed_by_launcher
+
+    folder, seen = RUNS / config.name, set[str]()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stdout_for_json(options.as_json))
+
+        @cache
+        def progress() -> Listener:
+            from dynmo.report.progress import ProgressLine
+
+            return stack.enter_context(ProgressLine(config.name, config.train.steps))
 
         def listen(event: Event) -> None:
             forget_replaced(folder)  # the run has begun
             seen.add(event.event)
-            progress(event)
+            progress()(event)
 
-        result = run(config, rendezvous, folder, resume, listen)
-    if options.as_json:
-        summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
-        print(json.dumps(summary))
-    else:
-        _print_summary(folder, has_trained="step" in seen)
+        result = train(listen)
+    if result is None or "end" not in seen:  # another process is rank 0
+        return 130 if result is not None and result.interrupted else 0
+    with printed_by_launcher():
+        if options.as_json:
+            summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
+            print(json.dumps(summary))
+        else:
+            _print_summary(folder, has_trained="step" in seen)
     if result.interrupted:
         sys.stdout.flush()
         _logger.warning(f"interrupted; {how_to_go_on(folder)}")
@@ -242,7 +262,7 @@ def _print_summary(folder: Path, has_trained: bool) -> None:
 # -- a process that joins --------------------------------------------------------------------------
 
 
-def _join(config: Config, may_start: bool) -> int | None:
+def _join(config: Config, options: TrainOptions, may_start: bool) -> int | None:
     """Joins a run, as a process that the user has started.
 
     It reports its errors itself.
@@ -258,22 +278,25 @@ def _join(config: Config, may_start: bool) -> int | None:
         from dynmo.train.joining import join_run
 
         try:
-            return join_run(folder)
+            return _show(config, options, lambda listen: join_run(folder, listen))
         except RunGone:
             if may_start:  # of a run that was killed
                 return None
             raise
 
 
-def _local_newcomer(path: Path) -> int:
+def _local_newcomer(options: TrainOptions) -> int:
     """Runs a newcomer that the run's launcher has started. Errors go to the launcher."""
+    folder = options.config.parent
 
     def run() -> int:
+        from dynmo.config import load
         from dynmo.train.joining import join_run
 
-        return join_run(path.parent)
+        config = load(options.config)
+        return _show(config, options, lambda listen: join_run(folder, listen))
 
-    return report_to_launcher(path.parent / f"rank-{os.environ['DYNMO_PROCESS']}.log", run)
+    return report_to_launcher(folder / f"rank-{os.environ['DYNMO_PROCESS']}.log", run)
 
 
 # -- without ranks ---------------------------------------------------------------------------------

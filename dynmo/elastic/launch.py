@@ -58,24 +58,28 @@ class FolderStore:
 
 
 class Messages:
-    """Messages of one side to the other, in order. Each side has its own object."""
+    """Messages of one side to the other, in order. Each side has its own object.
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name, self._count = store, f"launcher/{name}", 0
+    Attributes:
+        count: Messages that were sent or received, by an earlier rank 0 too.
+    """
+
+    def __init__(self, store: Store, name: str, count: int = 0) -> None:
+        self._store, self._name, self.count = store, f"launcher/{name}", count
 
     def send(self, content: Mapping[str, object]) -> None:
         """Raises an error of `LOST` if the store cannot be written."""
-        self._store.set(f"{self._name}/{self._count + 1}", json.dumps(content))
-        self._count += 1
+        self._store.set(f"{self._name}/{self.count + 1}", json.dumps(content))
+        self.count += 1
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yields the messages since the last call.
 
         Raises an error of `LOST` at one that a stranger wrote. The other side then writes it, too.
         """
-        while self._store.check([key := f"{self._name}/{self._count + 1}"]):
+        while self._store.check([key := f"{self._name}/{self.count + 1}"]):
             text = self._store.get(key)
-            self._count += 1
+            self.count += 1
             yield json.loads(text)
 
 
@@ -89,9 +93,14 @@ class LauncherManager:
     name = "launcher"
     can_start = True
 
-    def __init__(self, store: Store) -> None:
-        self._asked, self._told = Messages(store, "asked"), Messages(store, "told")
+    def __init__(self, store: Store, asked: int = 0, told: int = 0) -> None:
+        self._asked, self._told = Messages(store, "asked", asked), Messages(store, "told", told)
         self._unsaid: list[Report] = []
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The arguments with which another rank 0 goes on."""
+        return self._asked.count, self._told.count
 
     def start(self, count: int) -> None:
         self._ask({"start": count}, count)
@@ -117,5 +126,5 @@ class LauncherManager:
                 unsaid.append(Report(**content))
         return unsaid
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         pass  # the launcher ends with the run

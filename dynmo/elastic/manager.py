@@ -62,8 +62,8 @@ class Manager(Protocol):
         """Returns the reports since the last call."""
         ...
 
-    def close(self) -> None:
-        """Ends the work beside the training. Called at the end of the run."""
+    def close(self, timeout: float = 3.0) -> None:
+        """Ends the work beside the training, which gets so many seconds to finish."""
         ...
 
 

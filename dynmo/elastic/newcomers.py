@@ -18,8 +18,8 @@ from weakref import ref
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
 from dynmo.elastic.managers import make_manager
 from dynmo.elastic.newcomer import MOST, genuine, newcomer_from
-from dynmo.elastic.place import RankPlace, count_text
-from dynmo.errors import RunError
+from dynmo.elastic.place import RankPlace, count_text, own_node
+from dynmo.errors import ConfigError, RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
@@ -55,6 +55,27 @@ class _Waiting:
     place: RankPlace | None = None
 
 
+@dataclass(frozen=True)
+class Handover:
+    """What the next rank 0 must know of the one that leaves.
+
+    Attributes:
+        known: The highest ticket so far.
+        expected: Tickets that were neither let in nor refused.
+        outstanding: Started ranks that have not come.
+        late: Seconds since they were asked for.
+        missed: Whether an event said that they are late.
+        counts: Messages with the launcher so far (`LauncherManager.counts`).
+    """
+
+    known: int = 0
+    expected: Sequence[int] = ()
+    outstanding: int = 0
+    late: float = 0.0
+    missed: bool = False
+    counts: Sequence[int] = (0, 0)
+
+
 class Newcomers:
     """The entrance of a run, on rank 0.
 
@@ -64,25 +85,36 @@ class Newcomers:
     Args:
         elastic: Options of the run.
         identity: What decides the numbers of the run. A newcomer that differs is refused.
+        former: What the rank 0 before has told. None at the start of a run.
 
     Raises:
-        ConfigError: A requirement of `elastic.releaser` is missing.
+        ConfigError: A requirement of `elastic.releaser` is missing at the start of a run.
     """
 
-    def __init__(self, elastic: Elastic, world: Meeting, identity: Identity) -> None:
+    def __init__(
+        self, elastic: Elastic, world: Meeting, identity: Identity, former: Handover | None = None
+    ) -> None:
         assert world.home is not None, "ranks of a program's own process groups stay"
-        self._launcher = _launcher(world.home)
-        self._manager = make_manager(elastic, self._launcher)
+        own = former or Handover()
+        self._events: list[partial[Event]] = []  # they lack the step
+        self._launcher = _launcher(world.home, *own.counts)
+        self._manager = None
+        try:
+            self._manager = make_manager(elastic, self._launcher)
+        except ConfigError as error:
+            if former is None:
+                raise
+            self._fault(f"{own_node()}, where rank 0 is now, cannot give ranks back: {error}")
         self._identity, self._join_timeout = identity, elastic.join_timeout
         self._store, self._timeout = world.home.within("join"), world.usual_timeout
         # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
         self._watched = world.home.clone().within("join")
         # The highest ticket so far, and the tickets whose holders have not described themselves.
-        self._known = 0
-        self._expected = set[int]()
+        self._known = own.known
+        self._expected = {*own.expected}
         # The thread adds newcomers, and only the other methods remove them.
         self._waiting: dict[int, _Waiting] = {}
-        self._pulse, self._pulsed = 0, -_PULSE
+        self._pulsed = -_PULSE
         self._pause = min(_PULSE, self._timeout / 4)
         self._read_at = time.monotonic()
         self._failure = ""
@@ -91,10 +123,9 @@ class Newcomers:
         self._looked = 0.0
         self._present: list[int] = []  # tickets of those that may join
         # Started ranks that have not come, the time of the call, and whether an event said so.
-        self._outstanding = 0
-        self._asked = 0.0
-        self._missed = False
-        self._events: list[partial[Event]] = []  # they lack the step
+        self._outstanding = own.outstanding
+        self._asked = time.monotonic() - own.late
+        self._missed = own.missed
         self._closed = threading.Event()
         threading.Thread(target=self._watch, args=(ref(self), self._closed), daemon=True).start()
 
@@ -123,16 +154,16 @@ class Newcomers:
         for ticket in sorted(self._expected):
             text = genuine(self._watched, f"here/{ticket}")
             if text is not None:
-                self._expected.remove(ticket)
                 self._waiting[ticket] = _Waiting(text.decode(errors="replace"), now)
+                self._expected.remove(ticket)
         waiting = list(self._waiting.items())
         for ticket, each in waiting:
             beat = genuine(self._watched, f"beat/{ticket}")
             if beat is not None and beat != each.beat:
                 each.beat, each.seen = beat, now
         if waiting and now - self._pulsed > self._pause:
-            self._pulse, self._pulsed = self._pulse + 1, now
-            self._watched.set("pulse", str(self._pulse))
+            self._pulsed = now
+            self._watched.set("pulse", str(now))
         self._read_at = now
 
     @property
@@ -228,6 +259,22 @@ class Newcomers:
         events, self._events = self._events, []
         return [event(step) for event in events]
 
+    def handover(self) -> Handover:
+        """Returns what the next rank 0 must know, if this one leaves."""
+        late, counts = time.monotonic() - self._asked, (0, 0)
+        if self._launcher is not None:
+            counts = self._launcher.counts
+        # In this order the thread can add tickets meanwhile, and none gets lost.
+        known, expected = self._known, [*self._expected]
+        expected += self._waiting
+        return Handover(known, expected, self._outstanding, late, self._missed, counts)
+
+    def leave(self) -> None:
+        """Ends, while another rank 0 goes on. The manager may finish what it does."""
+        self._closed.set()
+        if self._manager is not None:
+            self._manager.close(self._join_timeout)
+
     def close(self) -> None:
         # The store may be gone if a run fails. The run's own failure must be reported then.
         self._closed.set()
@@ -251,9 +298,10 @@ class Newcomers:
         self._events.append(partial(FaultEvent, what=what))
 
 
-def _launcher(home: Store) -> LauncherManager | None:
+def _launcher(home: Store, asked: int, told: int) -> LauncherManager | None:
     """Returns the launcher of dynmo's that started this process, if one did."""
-    if "DYNMO_RENDEZVOUS_FILE" in os.environ:
-        return LauncherManager(home)
     folder = os.environ.get("DYNMO_RENDEZVOUS")
-    return None if folder is None else LauncherManager(FolderStore(Path(folder)))
+    if folder is None:
+        return None
+    shares = "DYNMO_RENDEZVOUS_FILE" in os.environ
+    return LauncherManager(home if shares else FolderStore(Path(folder)), asked, told)

@@ -30,7 +30,8 @@ class Changes:
 
     Args:
         emit: Called with the events.
-        groups: Returns what schedulers have changed of the optimizer's groups.
+        own_state: Returns what a newcomer gets beside: the optimizer's groups, as schedulers have
+            changed them, and what the user's program keeps in `Pipeline.extra`.
         joins_at: The step before which this rank has joined. It takes part from the cases' own part
             of that step on.
 
@@ -50,12 +51,12 @@ class Changes:
         cases: Cases,
         rebalancer: Rebalancer,
         emit: Callable[..., None],
-        groups: Callable[[], list[dict[str, Any]]],
+        own_state: Callable[[], dict[str, Any]],
         loss: float,
         joins_at: int | None = None,
     ) -> None:
         self.options, self._engine, self.cases = options, engine, cases
-        self.rebalancer, self._emit, self._groups = rebalancer, emit, groups
+        self.rebalancer, self._emit, self._own_state = rebalancer, emit, own_state
         self.loss = loss
         self.elastic: Elasticity | None = None
         self.tracer: Tracer | None = None
@@ -130,10 +131,11 @@ class Changes:
                 self.cases.all,
                 loss=self.loss,
                 moves=self.rebalancer.moves + 1,
-                extra={"groups": self._groups()},
+                extra=self._own_state(),
             )
 
         size = self._engine.store.world.everyone.size
+        self._emit(*elastic.take_events(step))  # rank 0 may leave now
         if elastic.change(step, state) and not elastic.left:
             self.options = elastic.options
             if self.tracer is not None and self._engine.store.world.everyone.size > size:

@@ -3,6 +3,8 @@
     rank 0    looks for processes that wait to join, and asks the manager (`elastic/newcomers.py`)
     all       see in a step's flags that rank 0 wants a decision, decide alike, shrink or grow
 
+Rank 0 may leave, too. The lowest rank that stays becomes rank 0 and takes over.
+
 A planned mesh (`elastic.reshape_at`) is followed at its step. `elastic.repack` and
 `elastic.target_ranks` ask the planner. Without these, newcomers are taken if they make the run
 faster.
@@ -10,19 +12,21 @@ faster.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from dynmo.elastic.newcomer import NewcomerState
-from dynmo.elastic.newcomers import Newcomers
+from dynmo.elastic.newcomers import Handover, Newcomers
 from dynmo.elastic.place import RankPlace, count_text, own_place, place_from
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
+from dynmo.models.identity import Identity
 from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.gathering import rules_of
@@ -31,6 +35,7 @@ from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.migration import Migration
@@ -71,11 +76,13 @@ class Elasticity:
         options: PipelineOptions,
         pipeline: Engine,
         rebalancer: Rebalancer,
-        newcomers: Newcomers | None,
+        identity: Identity,
         reference: float | None = None,
     ) -> None:
         self.options, self._pipeline, self._rebalancer = options, pipeline, rebalancer
-        self._newcomers, self.reference = newcomers, reference
+        self._identity, self.reference = identity, reference
+        self._newcomers: Newcomers | None = None
+        self._open_entrance(None)
         self._called = False  # rank 0 wants to decide
         # A planned mesh whose newcomers did not come.
         self._postponed: tuple[int, int] | None = None
@@ -91,6 +98,11 @@ class Elasticity:
     def go_on(self, rebalancer: Rebalancer, reference: float | None) -> None:
         """Takes up the measurements of a loaded checkpoint."""
         self._rebalancer, self.reference = rebalancer, reference
+
+    def _open_entrance(self, former: Handover | None) -> None:
+        world = meeting_of(self._everyone)
+        if world.leads and world.home is not None:
+            self._newcomers = Newcomers(self.options.elastic, world, self._identity, former)
 
     @property
     def _everyone(self) -> World:
@@ -185,7 +197,7 @@ class Elasticity:
             return None
         elastic, size = self.options.elastic, self._everyone.size
         there = size + self._newcomers_waiting()
-        nodes = [place.node for place in self._places()]
+        nodes = _nodes(self._places())
         rules = rules_of(self.options, self._pipeline, "ranks")
         rules = replace(rules, there=there, most=self._most)
         decision = self._rebalancer.decide(step, rules, nodes, self.reference)
@@ -238,7 +250,8 @@ class Elasticity:
         pipeline, start = self._pipeline, time.perf_counter()
         rank, before = self._everyone.rank, (self._everyone.size, pipeline.store.layout.shape)
         places = self._places()
-        kept = self._kept([place.node for place in places], plan)
+        kept = self._kept(_nodes(places), plan)
+        handed = "" if 0 in kept else self._hand_over()
         try:
             migration = Actions(pipeline).shrink(kept, plan.mesh)
         except (NoRoomError, ResizeFailed) as error:
@@ -247,7 +260,12 @@ class Elasticity:
             return False
         self.left = rank not in kept
         if self.left:
+            if self._newcomers is not None:
+                self._newcomers.leave()
+                self._newcomers = None
             return True
+        if handed:
+            self._take_over(handed)
         left = [place for place in places if place.rank not in kept]
         if self._newcomers is not None:
             self._newcomers.on_resize([places[rank] for rank in kept], left)
@@ -255,6 +273,17 @@ class Elasticity:
         event = partial(RepackEvent, predicted_slowdown=slowdown, left=names)
         self._on_resize(step, plan, before, migration, start, event)
         return True
+
+    def _hand_over(self) -> str:
+        """Returns what the next rank 0 must know of this one, on every rank."""
+        known = None if self._newcomers is None else asdict(self._newcomers.handover())
+        given = json.dumps([self.gpu_seconds_returned, self._most, known])
+        return share_texts(self._everyone, given, "rank 0 to hand over")[0]
+
+    def _take_over(self, given: str) -> None:
+        self._returned, self._most, known = json.loads(given)
+        self._since = time.monotonic()
+        self._open_entrance(None if known is None else Handover(**known))
 
     def _on_resize(
         self,
@@ -291,9 +320,6 @@ class Elasticity:
         self._tell(result, told)
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
-        if self.options.elastic.releaser == "kubernetes":
-            # The job ends the pods with the highest numbers.
-            return tuple(range(plan.ranks))
         if self.options.expert == 1:
             return kept_ranks(nodes, plan.ranks)
         # Replicas hold different weights, so they stay together.
@@ -358,3 +384,12 @@ class Elasticity:
 
     def _tell(self, *events: Event | None) -> None:
         self._events += [event for event in events if event is not None]
+
+
+def _nodes(places: Sequence[RankPlace]) -> list[str]:
+    """Returns the machine of each rank, for `kept_ranks`."""
+    stay = {place.node for place in places if place.stays}
+    if len({place.process is None for place in places}) > 1:
+        # The launcher, and the store with it, ends with the last rank that it has started.
+        stay.add(places[0].node)
+    return ["" if place.node in stay else place.node for place in places]

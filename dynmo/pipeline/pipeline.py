@@ -297,6 +297,7 @@ class Pipeline:
         self._engine = join_engine(
             self._options, self._world, self._model, self._cases, newcomer, self._memory_limit
         )
+        self.extra = state["extra"]
         self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
         if self._options.learning_rate is None:
             self._optimizer.restore(state["groups"])
@@ -344,7 +345,7 @@ class Pipeline:
             cases,
             rebalancer,
             self._emit,
-            self._optimizer.saved,
+            partial(_state_for_newcomers, self._optimizer, self.extra),
             loss,
             step if joined else None,
         )
@@ -359,14 +360,10 @@ class Pipeline:
         """Watches ranks and ops, if that is wanted."""
         changes, engine = self._changes, self._engine
         if self._watches_ranks:
-            from dynmo.elastic.newcomers import Newcomers
             from dynmo.pipeline.elasticity import Elasticity
 
-            opens, newcomers = self._world.rank == 0 and self._world.home is not None, None
-            if opens:
-                newcomers = Newcomers(changes.options.elastic, self._world, self.mesh.identity)
             changes.elastic = Elasticity(
-                changes.options, engine, changes.rebalancer, newcomers, reference
+                changes.options, engine, changes.rebalancer, self.mesh.identity, reference
             )
         if self._trace:
             from dynmo.pipeline.trace import Tracer
@@ -1006,6 +1003,10 @@ class Pipeline:
         dtype = torch.float64 if engine.store.is_double else PRECISIONS[self.options.precision]
         cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
         return StepBatch(*cutter.cut(batch, targets, count or self.mesh.microbatches))
+
+
+def _state_for_newcomers(optimizer: OptimizerHandle, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"groups": optimizer.saved(), "extra": extra}
 
 
 def _tell(listen: Callable[[Event], None] | None, *events: Event | None) -> None:

@@ -381,11 +381,11 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
     """Chooses the ranks that stay when a run goes on with fewer, ascending.
 
     As many nodes as possible become empty, because a machine is free only when all of its ranks
-    are. The smallest nodes go first, the last of equally small ones before the others. Rank 0
-    always stays. A node that loses only some of its ranks loses the highest ones.
+    are. The smallest nodes go first, the last of equally small ones before the others. The one
+    without a name goes last. A node that loses only some of its ranks loses the highest ones.
 
     Args:
-        nodes: Name of the machine of each rank.
+        nodes: Name of the machine of each rank. Empty for the one that cannot be given back.
         count: Number of ranks that stay.
 
     Example:
@@ -396,7 +396,7 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
         raise PartitionError(f"{count} of {len(nodes)} ranks cannot stay; give 1 to {len(nodes)}")
     sizes = Counter(nodes)
     last = {node: rank for rank, node in enumerate(nodes)}
-    order = sorted(sizes, key=lambda node: (node == nodes[0], sizes[node], -last[node]))
+    order = sorted(sizes, key=lambda node: (not node, sizes[node], -last[node]))
     place = {node: position for position, node in enumerate(order)}
-    leaving = sorted(range(1, len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
+    leaving = sorted(range(len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
     return tuple(sorted({*range(len(nodes))} - {*leaving[: len(nodes) - count]}))

@@ -131,7 +131,8 @@ class Problem:
         memory_limit: Bytes of a rank, or of each. None means unlimited.
         speeds: Speed of each rank of a pipeline. None: all are 1. Costs are those at speed 1.
         bandwidth: Bytes per second between replicas. inf: sums over them take no time.
-        machines: Name of the machine of each rank. May be empty.
+        machines: Name of the machine of each rank, empty for the one that cannot be given back.
+            Empty if none is known.
         forecasts: What each dynamic case expects.
     """
 

@@ -11,6 +11,7 @@ from dynmo.config import load
 from dynmo.elastic.managers import parks
 from dynmo.elastic.newcomer import outside_world
 from dynmo.errors import ConfigError
+from dynmo.train.run_log import Listener
 from dynmo.train.setup import device_for, model_of
 from dynmo.train.stop_flag import stop_flag
 from dynmo.train.trainer import RunResult, Trainer
@@ -19,14 +20,15 @@ from dynmo.train.trainer import RunResult, Trainer
 RENDEZVOUS_FILE = "rendezvous.json"
 
 
-def join_run(folder: Path) -> int:
+def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
     """Waits until a running run needs this process, and trains until the run's end.
 
     Args:
         folder: `runs/NAME`, which the ranks of the run share.
+        listen: Called with every event while this process is rank 0.
 
     Returns:
-        The exit status: 0, or 130 if the run was interrupted.
+        The result of the run. None if it did not need this process.
 
     Raises:
         ConfigError: The run is not there or does not go on at present, or the file that says where
@@ -55,11 +57,9 @@ def join_run(folder: Path) -> int:
         staged=config.parallel.staged,
     )
     try:
-        trainer = Trainer(config, world, model_of(config), folder)
-        result = come_back(trainer)
+        return come_back(Trainer(config, world, model_of(config), folder, listen=listen))
     finally:
         world.close()
-    return 130 if result is not None and result.interrupted else 0
 
 
 def come_back(trainer: Trainer) -> RunResult | None:

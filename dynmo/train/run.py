@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator
 from pathlib import Path
 
 from dynmo.config import Config
@@ -32,34 +31,30 @@ def run(
         rendezvous: Where the ranks meet.
         folder: `runs/NAME`, where rank 0 writes. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
-        listen: Called with every event, on rank 0.
+        listen: Called with every event while this process is rank 0.
     """
     with start(config, rendezvous) as (world, model):
         trainer = Trainer(config, world, model, folder, resume, listen)
-        if world.rank == 0:
-            with _open_for_newcomers(rendezvous, folder):
-                return trainer.run()
-        result = trainer.run()
-        if result.left and parks(config.elastic):
-            return come_back(trainer) or result
-        return result
+        file = _tell_newcomers(rendezvous, folder) if world.rank == 0 else None
+        try:
+            result = trainer.run()
+            if result.left and parks(config.elastic):
+                return come_back(trainer) or result
+            return result
+        finally:
+            if file is not None and not trainer.pipeline.left:
+                file.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generator[None]:
-    """Lets `dynmo train --join` find the run through a file, while it is open."""
+def _tell_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Path | None:
+    """Writes the file by which `dynmo train --join` finds the run."""
     if folder is None:
-        yield
-        return
-    path = folder / RENDEZVOUS_FILE
+        return None
     try:
         record = rendezvous_record(rendezvous)
     except RunError:  # a world of one process, which nobody can reach
-        yield
-        return
+        return None
+    path = folder / RENDEZVOUS_FILE
     with contextlib.suppress(OSError):  # on a full disk nobody can join, and the run trains
         write_whole(path, json.dumps(record), mode=0o600)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+    return path

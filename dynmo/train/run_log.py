@@ -27,10 +27,13 @@ class RunLog:
 
     Every rank has one, so that all ranks run the same code. Only rank 0's is given a folder and a
     listener.
+
+    Attributes:
+        config: The config as it is now.
     """
 
     def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
-        self._config, self._folder, self._listen = config, folder, listen
+        self.config, self._folder, self._listen = config, folder, listen
         self._events = None if folder is None else EventLog(folder / "events.jsonl")
         self._decisions: LineLog | None = None
         self._stayed = set[Kind]()  # kinds of decisions of which the last changed nothing
@@ -54,12 +57,12 @@ class RunLog:
 
     def record_options(self, case: str, options: Mapping[str, Any]) -> None:
         """Adds options that a case has measured by itself to the run's own config."""
-        self._config = with_options(self._config, ("dynamism", case), options)
+        self.config = with_options(self.config, ("dynamism", case), options)
         self._write_config(", ".join(options))
 
     def record_micro_batch(self, size: int) -> None:
         """Notes in the run's own config that a microbatch has another size."""
-        self._config = with_options(self._config, ("train",), {"micro_batch": size})
+        self.config = with_options(self.config, ("train",), {"micro_batch": size})
         self._write_config("the size of microbatches")
 
     def _write_config(self, what: str) -> None:
@@ -68,7 +71,7 @@ class RunLog:
             return
         path = self._folder / "config.toml"
         try:
-            write_whole(path, self._config.to_toml())
+            write_whole(path, self.config.to_toml())
         except OSError as error:  # the checkpoints have it, too
             _logger.warning(
                 f"{path} cannot be written: {error.strerror}; it does not say {what} as it is"

@@ -5,7 +5,6 @@ It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -17,10 +16,11 @@ from typing import Any
 
 from dynmo import Loader, Pipeline, StepResult
 from dynmo.config import Config, with_options
+from dynmo.elastic.place import own_node
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
-from dynmo.runtime.comm.agreement import share_failures, share_texts
+from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.worker import said_while
 from dynmo.train.data import DataLoader, loader_of
@@ -80,7 +80,7 @@ class Trainer:
         model: The model to train.
         folder: `runs/NAME`. None means that nothing is written.
         resume: Whether to go on from the newest checkpoint.
-        listen: Called with every event, on rank 0.
+        listen: Called with every event while this process is rank 0.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Trainer:
         self.config, self._folder = config, folder
         self._checkpoints = None if folder is None else folder / "checkpoints"
         self._log: RunLog | None = None
+        self._leads = False  # whether the log is that of rank 0
         self._early: list[Event] = []
         self._stepped = False  # whether a step is done
         self._world, self._model, self._listen = world, model, listen
@@ -125,11 +126,21 @@ class Trainer:
 
     def _open_log(self) -> None:
         # The log is opened last, so that earlier errors leave no log.
-        writes = self._world.rank == 0  # a newcomer has its rank only now
-        folder, listen = (self._folder, self._listen) if writes else (None, None)
+        config = self.config
+        if self._log is not None:
+            config = self._log.config
+            self._log.close()
+        self._leads = self._world.leads  # a newcomer has its rank only now
+        folder, listen = (self._folder, self._listen) if self._leads else (None, None)
         if self._is_done:
             folder = None  # nothing trains
-        self._log = RunLog(self.config, folder, listen)
+        elif folder is not None and not folder.is_dir():
+            folder.mkdir(parents=True)
+            _logger.warning(
+                f"rank 0 is on {own_node()} now, which does not see the run's folder; the log goes "
+                f"on there, in {folder.absolute()}"
+            )
+        self._log = RunLog(config, folder, listen)
         for event in self._early:
             self._tell(event)
         self._early.clear()
@@ -148,6 +159,7 @@ class Trainer:
         # A newcomer takes part in the others' changes first, and reads its data then.
         self._stepped, self._mesh = True, None
         self.first_step = self.pipeline.steps
+        self._lowest = Lowest(**self.pipeline.extra.get("lowest", {}))
         self._open_log()
         return True
 
@@ -155,6 +167,8 @@ class Trainer:
         if self._log is None:
             self._early.append(event)
             return
+        if self._leads != self._world.leads:  # rank 0 has left
+            self._open_log()
         self._log.emit(event)
         if (
             isinstance(event, ChangeEvent)
@@ -189,6 +203,8 @@ class Trainer:
                 raise RunError(str(error)) from error  # not wrong input, because steps have run
             if self.pipeline.left:
                 seconds, step = time.perf_counter() - start, self.pipeline.steps
+                if self._leads:
+                    _logger.warning(f"rank 0 has left after step {step}; another rank goes on")
                 return RunResult(
                     self.pipeline.measured.loss, "", "", seconds, False, step, (), left=True
                 )
@@ -214,10 +230,10 @@ class Trainer:
         """
         train, pipeline = self.config.train, self.pipeline
         interrupted = self._finish(pipeline.adapt())
-        if self._log is not None:
-            self._log.record_decisions(pipeline.measured.decisions)
         if pipeline.left:
             return False
+        if self._log is not None:
+            self._log.record_decisions(pipeline.measured.decisions)
         with said_while(self._world.rank, "reads its data", not self._stepped):
             self._follow_mesh()
             loader = self._loader
@@ -362,6 +378,5 @@ class Trainer:
         told = EvalEvent(pipeline.steps - 1, *results, held_out=loader.evaluates_on)
         self._tell(told)
         if train.patience is not None or self.config.checkpoint.keep_best:
-            # A newcomer has no account of earlier evaluations. That of rank 0 counts.
-            texts = share_texts(self._world, json.dumps(asdict(self._lowest)), "the lowest loss")
-            self._lowest = Lowest(**json.loads(texts[0])).after(pipeline.steps, results[0])
+            self._lowest = self._lowest.after(pipeline.steps, results[0])
+            pipeline.extra["lowest"] = asdict(self._lowest)  # newcomers get it

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,23 @@ from tests.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ("balance.balancer=none", "checkpoint.every=0", "train.eval_every=0", "dynamism.cases=[]")
+
+
+# The first process of a run is on a machine of its own, which is the first to be given back.
+FIRST_APART = """
+import os
+import dynmo
+
+class Apart(dynmo.Dynamism):
+    name = "apart"
+
+    def __init__(self):
+        first = os.environ["DYNMO_PROCESS"] == "0"
+        os.environ["SLURMD_NODENAME"] = "first" if first else "other"
+
+    def act(self, step, layers):
+        return None
+"""
 
 
 def sets(shapes: str, *more: str, ranks: int = 2, steps: int = 40) -> tuple[str, ...]:
@@ -53,6 +73,40 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
     assert "went on with 1 of 2 ranks" in done.out
     assert "GPU-seconds" in done.out
     assert digest(work, "resized") == alone(pool, work, 8)
+
+
+@pytest.mark.matrix
+def test_first_process_leaves_and_the_record_goes_on(work: Path, pool: Pool) -> None:
+    """The terminal shows the next rank 0, and its last lines are those of the run."""
+    (work / "apart.py").write_text(FIRST_APART)
+    case = ("dynamism.cases=['python:apart:Apart']", "metrics.to=['csv']", "checkpoint.every=4")
+    shapes = sets("[[2, 2, 1], [4, 3, 1]]", *case, ranks=3, steps=8)
+    env = {"PYTHONPATH": str(ROOT)}
+    done = end(train(work, "--json", name="left", sets=shapes, env=env))
+    assert done.status == 0, done.err
+    said = json.loads(done.out)
+    assert (said["name"], said["steps"], said["left"]) == ("left", 8, False)
+    assert said["weights_digest"] == digest(work, "left") == alone(pool, work, 8)
+    repack, grow = (of_kind(work, "left", kind)[0] for kind in ("repack", "grow"))
+    assert not {*repack["left"]} & {*grow["joined"]}
+    assert "rank 0 has left after step 2" in done.err
+    assert done.err.index("went on with 2 of 3 ranks") < done.err.index("left 8/8")
+    rows = (work / "runs/left/numbers.csv").read_text().splitlines()[1:]
+    assert [row.partition(",")[0] for row in rows] == [str(step) for step in range(8)]
+    assert len(of_kind(work, "left", "step")) == 8
+    report = subprocess.run(
+        [sys.executable, "-m", "dynmo", "report", "runs/left"],
+        cwd=work,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "went on with 2 of 3 ranks" in report.stdout
+    shutil.rmtree(work / "runs/left/checkpoints/step-000008")
+    again = end(train(work, "--resume", name="left", sets=shapes, env=env))
+    assert again.status == 0, again.err
+    assert f"done: loss {said['loss']:.6f}, weights {said['weights_digest'][:16]}" in again.out
 
 
 @pytest.mark.matrix

@@ -27,6 +27,18 @@ def test_forged_messages_take_no_other_with_them() -> None:
         assert manager.watch() == []
 
 
+def test_next_rank_0_goes_on_with_the_messages(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    told, asked, counts = Messages(store, "told"), Messages(store, "asked"), (0, 0)
+    for number in range(2):
+        manager = LauncherManager(store, *counts)
+        manager.start(number)
+        told.send(asdict(Report("started", f"process {number}", 1, 0.0)))
+        assert [report.what for report in manager.watch()] == [f"process {number}"]
+        assert [*asked.receive()] == [{"start": number}]
+        counts = manager.counts
+
+
 def test_message_that_cannot_be_sent_is_a_report(tmp_path: Path) -> None:
     """The folder is away for a while. The run goes on, and asks again later."""
     manager = LauncherManager(FolderStore(tmp_path / "away"))

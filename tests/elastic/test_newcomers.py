@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ import torch.distributed as dist
 
 from dynmo.elastic import newcomer, newcomers
 from dynmo.elastic.newcomer import Newcomer, newcomer_from, newcomer_text
-from dynmo.elastic.newcomers import Newcomers
+from dynmo.elastic.newcomers import Handover, Newcomers
 from dynmo.elastic.place import RankPlace
-from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.events import FaultEvent
 from dynmo.models.identity import Identity
 from dynmo.plan.options import Elastic
@@ -34,9 +35,9 @@ def home() -> SignedStore:
     return store
 
 
-def entrance(home: SignedStore, timeout: float = 5) -> Newcomers:
+def entrance(home: SignedStore, timeout: float = 5, former: Handover | None = None) -> Newcomers:
     world = Meeting.outside(home, device=torch.device("cpu"), timeout=timeout)
-    return Newcomers(Elastic(), world, IDENTITY)
+    return Newcomers(Elastic(), world, IDENTITY, former)
 
 
 class Waiting:
@@ -116,6 +117,49 @@ def test_newcomers_are_let_in_in_order_of_arrival(home: SignedStore) -> None:
     assert run.look(at_once=True) == run.waiting == 1
     run.close()
     assert second.end() is None, "the run is over"
+
+
+def test_newcomers_wait_on_when_rank_0_leaves(home: SignedStore) -> None:
+    """Those that were let in or refused do not come again."""
+    former = entrance(home)
+    first, second = Waiting(home, "a"), Waiting(home, "b")
+    wait_for(former, 2)
+    former.let_in(["rank 2 of 3"])
+    other = Waiting(home, "c")
+    wait_for(former, 2)
+    run = entrance(home, former=former.handover())
+    former.leave()
+    wait_for(run, 2)
+    last = Waiting(home, "d")
+    wait_for(run, 3)
+    run.let_in(["1", "2", "3"])
+    ends = [each.end() for each in (first, second, other, last)]
+    assert sorted(map(str, ends)) == ["1", "2", "3", "rank 2 of 3"]
+
+
+def test_next_rank_0_knows_whom_the_former_one_asked_for(
+    home: SignedStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = mock.Mock(can_start=True, watch=list)
+    manager.name = "command"
+    monkeypatch.setattr(newcomers, "make_manager", lambda *_: manager)
+    former = entrance(home)
+    former.start(2)
+    clock.now += 1000
+    run = entrance(home, former=former.handover())
+    run.start(2)
+    manager.start.assert_called_once_with(2)
+    assert "was asked for 2 more ranks 1000 s ago" in faults(run)[0]
+
+
+def test_machine_of_the_next_rank_0_may_lack_the_manager(home: SignedStore) -> None:
+    """A run has begun, so it goes on."""
+    elastic = Elastic(releaser="command", release_command=["no-such"])
+    world = Meeting.outside(home, device=torch.device("cpu"), timeout=5)
+    with pytest.raises(ConfigError, match="no-such"):
+        Newcomers(elastic, world, IDENTITY)
+    run = Newcomers(elastic, world, IDENTITY, Handover())
+    assert "no-such" in faults(run)[0]
 
 
 def test_dismissed_newcomer_returns_none(home: SignedStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,13 @@ def _come(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     if result is None:
         return {"left": True, "digest": ""}
     return {"left": result.left, "digest": result.weights_digest}
+
+
+def small_machine_first(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train_elastic`, with rank 0 alone on a machine that is the first to be given back."""
+    node = "other" if world.rank else "first"
+    with mock.patch.dict(os.environ, {"SLURMD_NODENAME": node}):
+        return train_elastic(world, config)
 
 
 def cannot_give(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:

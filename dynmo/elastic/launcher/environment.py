@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from dynmo.elastic.place import own_node
+
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
 # first launch may wait until the device is idle, which such a receive prevents. Streams that share
 # a connection wait for each other. CUDA reads both settings as it starts.
@@ -56,6 +58,7 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
         LOCAL_RANK=str(process),
         DYNMO_PROCESS=str(process),
         DYNMO_RENDEZVOUS=str(folder),
+        DYNMO_LAUNCHER_NODE=own_node(),
         OMP_NUM_THREADS=str(threads),
         MKL_NUM_THREADS=str(threads),
         PYTHONUNBUFFERED="1",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import logging
 import os
 import signal
-import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from dynmo.elastic.launcher.failure import Failure
 from dynmo.elastic.managers.local import STOP_SIGNALS
+from dynmo.elastic.place import own_node
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 from dynmo.files import write_whole
 
@@ -47,7 +48,7 @@ def enter_rank(log: Path | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
             os._exit(1)
-    about = {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
+    about = {"host": own_node()}
     if "SLURM_STEP_ID" in os.environ:
         about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
@@ -58,6 +59,17 @@ def _tell(what: str, content: Mapping[str, object]) -> None:
     """Leaves a file for the launcher, which reaches it without the store."""
     folder = Path(os.environ["DYNMO_RENDEZVOUS"])
     write_whole(folder / f"{what}-{os.environ['DYNMO_PROCESS']}", json.dumps(content))
+
+
+@contextlib.contextmanager
+def printed_by_launcher() -> Generator[None]:
+    """Hands over what is printed if this process does not write to the terminal itself."""
+    if os.environ.get("DYNMO_PROCESS", "0") == "0":
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        yield
+    _tell("printed", {"text": printed.getvalue()})
 
 
 def _native_stderr_to(log: Path) -> None:

@@ -5,6 +5,8 @@
              ├──── rank 2 ──── runs/<name>/rank-2.log
              └──── newcomer ── runs/<name>/rank-3.log   started when rank 0 asks for it
 
+If rank 0 leaves, the output of the rank that takes over goes to the terminal from then on.
+
 The ranks and their launcher talk through the store, which the launcher owns (`elastic/launch.py`).
 Ctrl-C asks all ranks to stop after the current step. A second one kills them. A rank that fails
 leaves its reason in the launch folder, which only this user can read. The others are ended, and the
@@ -20,8 +22,10 @@ import contextlib
 import json
 import shutil
 import signal
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -102,7 +106,9 @@ def spawn(
             for _ in range(size):
                 run.start()
             run.watch(FolderStore(path) if open_store is None else open_store())
-            return run.verdict()
+            status = run.verdict()
+            run.show_end()
+            return status
         finally:
             run.end()
             # The log has only crashes, because the output went to the terminal.
@@ -193,6 +199,7 @@ class Supervisor:
         self._leave_by = 0.0  # when those of them that have ended are given back at the latest
         self._releases = ThreadedManager()
         self._reports: list[Report] = []
+        self._shown = Counter[int]()  # bytes of each process' log
 
     def start(self, joins: bool = False) -> None:
         number = len(self._processes)
@@ -250,10 +257,7 @@ class Supervisor:
             living = {number for number, code in codes.items() if code is None}
             if not living:
                 return
-            if self._ranks[0].number in living:
-                self._give_back_ended(now)
-            else:
-                self._dismiss()
+            self._give_back_ended(now)
             failed = any(code not in (None, 0, STOPPED) for code in codes.values())
             # A rank may have left, and the message of it come after its end.
             failed_at = (failed_at or now) if failed else None
@@ -281,6 +285,7 @@ class Supervisor:
         with contextlib.suppress(*LOST):
             for message in self._from_ranks.receive():
                 self._hear(**message)
+        self._show_output()
         for process in self._processes:
             seconds = time.monotonic() - process.started
             if not process.entered and f"entered-{process.number}" in names:
@@ -296,6 +301,18 @@ class Supervisor:
             while self._reports:
                 self._to_ranks.send(asdict(self._reports[0]))
                 del self._reports[0]
+
+    def _show_output(self) -> None:
+        """Shows the log of rank 0, once that is a process that does not write to the terminal."""
+        number = self._ranks[0].number if self._ranks else 0
+        if not number:
+            return
+        with contextlib.suppress(OSError), self._log(number).open("rb") as log:
+            log.seek(self._shown[number])
+            lines = log.read()
+            lines = lines[: lines.rfind(b"\n") + 1]
+            self._shown[number] += len(lines)
+            sys.stderr.write(lines.decode(errors="replace"))
 
     def _hear(
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
@@ -337,10 +354,10 @@ class Supervisor:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _dismiss(self) -> None:
-        """Asks processes outside of the run to end, because it is over."""
-        for process in self._outside:
-            process.ask_to_stop()
+    def show_end(self) -> None:
+        """Prints what the last rank 0 says of the run, if the first process has left."""
+        for path in self.folder.glob("printed-*[0-9]"):
+            sys.stdout.write(json.loads(path.read_text("utf-8"))["text"])
 
     def verdict(self) -> int:
         self._look()
@@ -349,7 +366,8 @@ class Supervisor:
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
-        self._dismiss()
+        for process in self._outside:
+            process.ask_to_stop()
         end = time.monotonic() + _LAST
         while any(p.code is None for p in self._outside) and time.monotonic() < end:
             if len(self.asked) > 1:

@@ -187,6 +187,11 @@ class Meeting(World):
         self.after_setup = None
 
     @property
+    def leads(self) -> bool:
+        """Whether this process is rank 0 of the training."""
+        return self.rank == 0 and not self.is_outside
+
+    @property
     def usual_timeout(self) -> float:
         """Limit of waits after the set-up."""
         return self.after_setup or self.timeout

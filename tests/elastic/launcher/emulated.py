@@ -30,7 +30,7 @@ class EmulatedProcess:
         self.signals: list[int] = []
         self.told: list[str] = []
         self.code: int | None = None
-        self._environment = command.environment
+        self.environment = command.environment
         self._manager = LauncherManager(FolderStore(Path(command.environment["DYNMO_RENDEZVOUS"])))
         self._log = command.log
         command.entered.write_text('{"host": "here"}')
@@ -44,7 +44,7 @@ class EmulatedProcess:
         except StopIteration as end:
             self.code = end.value or 0
         except Exception as error:
-            with mock.patch.dict(os.environ, self._environment):
+            with mock.patch.dict(os.environ, self.environment):
                 self.code = report_failure(error, self._log)
 
     # -- what scripts do ---------------------------------------------------------------------------

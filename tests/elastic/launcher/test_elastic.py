@@ -5,14 +5,17 @@ Ranks leave and join, and some newcomers fail. But for one run the ranks are emu
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from dynmo.elastic.launcher.rank_side import printed_by_launcher
 from dynmo.errors import RunError
 from tests.elastic.launcher.emulated import (
     EmulatedProcess,
@@ -182,6 +185,31 @@ def test_ranks_that_end_with_the_run_release_nothing(tmp_path: Path) -> None:
         yield from me.reports(0)
 
     assert launch(tmp_path, rank_0, ends()) == (0, [])
+
+
+def test_rank_0_leaves_and_another_takes_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its process may end before the next rank 0 says so. The terminal shows the next one's log."""
+
+    def rank_1(me: EmulatedProcess) -> Steps:
+        yield from [None] * 30
+        me.ranks_are(1)
+        (tmp_path / "rank-1.log").write_text("step 7\n")
+        me.start(1)
+        yield from me.reports(1)
+        me.ranks_are(1, 2)
+        yield from [None] * 30
+        with mock.patch.dict(os.environ, me.environment), printed_by_launcher():
+            print("the end")
+
+    run = EmulatedRun([ends(after=1), rank_1], ends(after=20))
+    assert run.launch(tmp_path) == 0
+    assert run.processes[1].told == ["started 1: process 2 runs on here"]
+    assert capfd.readouterr() == ("the end\n", "step 7\n")
+    with mock.patch.dict(os.environ, {"DYNMO_PROCESS": "0"}), printed_by_launcher():
+        print("of the first process")
+    assert capfd.readouterr().out == "of the first process\n"
 
 
 def test_slow_leaver_does_not_hold_back_other_released_ranks(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
 
 
 def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = ("DYNMO_RENDEZVOUS", "DYNMO_RENDEZVOUS_FILE", "DYNMO_PROCESS", "DYNMO_LAUNCHER")
+    launched = ["DYNMO_RENDEZVOUS", "DYNMO_RENDEZVOUS_FILE", "DYNMO_PROCESS"]
+    launched += ["DYNMO_LAUNCHER", "DYNMO_LAUNCHER_NODE"]
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *launched, "TORCHELASTIC_X"):
         monkeypatch.setenv(variable, "7")
     code = (
