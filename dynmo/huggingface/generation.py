@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,33 +17,18 @@ from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.pipeline.torch_modes import public
 
-
-@overload
-def generate(
-    pipeline: Pipeline,
-    ids_or_text: Tensor,
-    *,
-    max_new_tokens: int = 32,
-    tokenizer: Any = None,
-    attention_mask: Tensor | None = None,
-) -> Tensor: ...
-
-
-@overload
-def generate(
-    pipeline: Pipeline, ids_or_text: str, *, max_new_tokens: int = 32, tokenizer: Any = None
-) -> str: ...
+Prompt = TypeVar("Prompt", Tensor, str)
 
 
 @public
 def generate(
     pipeline: Pipeline,
-    ids_or_text: Tensor | str,
+    ids_or_text: Prompt,
     *,
     max_new_tokens: int = 32,
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
-) -> Tensor | str:
+) -> Prompt:
     """Continues token ids or a text by the most likely tokens.
 
     All ranks call it together, with the same arguments. Every new token takes a forward over the
@@ -78,15 +63,14 @@ def generate(
         tokenizer = tokenizer or _tokenizer(model.folder)
         if attention_mask is not None:
             raise InputError("attention_mask belongs to token ids; leave it out with a text")
-        ids = torch.tensor([SpecialTokens(tokenizer).begun(ids_or_text)], dtype=torch.int64)
-        (row,) = _continued(pipeline, model, _checked(ids), max_new_tokens)
-        return tokenizer.decode(row, skip_special_tokens=True)
+        row = _checked(torch.tensor(SpecialTokens(tokenizer).begun(ids_or_text)).long())
+        longer = _continued(pipeline, model, row[None], max_new_tokens)
+        return tokenizer.decode(longer[0], skip_special_tokens=True)
     ids = _checked(ids_or_text)
     rows = ids.reshape(-1, ids.shape[-1])
     if attention_mask is None:
-        mask = _mask_of(model, rows, tokenizer)
-    else:
-        mask = _checked_mask(attention_mask, ids).reshape(rows.shape)
+        attention_mask = _mask_of(model, rows, tokenizer).reshape(ids.shape)
+    mask = _checked_mask(attention_mask, ids).reshape(rows.shape)
     longer = _continued(pipeline, model, rows, max_new_tokens, mask)
     return longer if ids.dim() == 2 else longer[0]
 
@@ -102,18 +86,17 @@ def _continued(
     inputs = {"input_ids": ids, **_padded(model, mask)}
     unfinished = torch.ones(len(ids), dtype=torch.bool)
     for _ in range(max_new_tokens):
-        added = _next_ids(pipeline, inputs)
-        added = torch.where(unfinished, added, padding or 0)
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], added[:, None]], dim=1)
-        unfinished &= ~torch.isin(added, torch.tensor(ends, dtype=torch.int64))
+        added = torch.where(unfinished, _next_ids(pipeline, inputs), padding or 0)
+        unfinished &= ~_among(added, set(ends))
+        following = {
+            "input_ids": added[:, None],
+            "attention_mask": torch.ones(len(ids), 1, dtype=torch.int64),
+        }
+        if "position_ids" in inputs:
+            following["position_ids"] = inputs["position_ids"][:, -1:] + 1
+        inputs = {name: torch.cat([x, following[name]], dim=1) for name, x in inputs.items()}
         if not unfinished.any():
             break
-        if "attention_mask" in inputs:
-            mask = inputs["attention_mask"]
-            inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        if "position_ids" in inputs:
-            positions = inputs["position_ids"]
-            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + 1], dim=1)
     return inputs["input_ids"]
 
 
@@ -161,7 +144,7 @@ def _mask_of(model: HuggingFaceModel, ids: Tensor, tokenizer: Any) -> Tensor:
         mask &= ~leading
         if tokenizer is not None and tokenizer.padding_side == "right":
             mask[:, -1] &= ~is_pad[:, -1]
-    return _checked_mask(mask, ids)
+    return mask
 
 
 def _among(ids: Tensor, known: set[Any]) -> Tensor:

@@ -11,10 +11,13 @@ every rank makes the same one.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 from dynmo.errors import PartitionError
+from dynmo.kernels.row_exchange import RowExchange
 
 Holders = tuple[int, ...]
 """Ranks that hold one group, ascending."""
@@ -91,3 +94,28 @@ def even_placement(groups: int, ranks: int) -> GroupPlacement:
         )
     each = groups // ranks
     return GroupPlacement(tuple((group // each,) for group in range(groups)), ranks)
+
+
+@runtime_checkable
+class Spreads(Protocol):
+    """A module with grouped linears, whose groups `parallel.expert` spreads over replicas.
+
+    Attributes:
+        groups: Number of groups.
+    """
+
+    groups: int
+
+    def hold(self, groups: Sequence[int]) -> None:
+        """Drops the weights of all other groups."""
+        ...
+
+    def spread(self, placement: GroupPlacement, place: int, exchange: RowExchange) -> None:
+        """Computes rows where their groups are. Called again for new weights.
+
+        Args:
+            placement: The groups that each replica holds.
+            place: This replica's place among them. It holds its groups alone (`hold`).
+            exchange: Sends rows between the replicas.
+        """
+        ...

@@ -21,7 +21,7 @@ from dynmo.data.records import (
 from dynmo.data.stream import HELD_OUT, Position, Stream, open_stream
 from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
-from dynmo.models.sample_batches import batches_of
+from dynmo.models.rows import batches_of
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.agreement import agree, maxima, share_failures, share_texts
 

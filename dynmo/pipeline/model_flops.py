@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynmo.data.grouping import RowCost
 from dynmo.models.model import Model
-from dynmo.models.row_cost import product_weights, row_cost
+from dynmo.models.rows import product_weights, row_cost
 
 # Dense figures of the vendors' data sheets, in TFLOP/s: float32, and 16 bits with sums in float32.
 # A name contains all words of its key. Longer keys come first.

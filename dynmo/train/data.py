@@ -24,7 +24,7 @@ from dynmo.data.tokenizer import has_tokenizer, load_tokenizer, tokens_of
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
-from dynmo.models.sample_batches import batches_of
+from dynmo.models.rows import batches_of
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.comm.world import World
 

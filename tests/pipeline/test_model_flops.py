@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo.config import parse
 from dynmo.models.model import Model
-from dynmo.models.row_cost import product_weights, row_cost
+from dynmo.models.rows import product_weights, row_cost
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.model_flops import ModelFlops, peak_of
 from dynmo.train.setup import model_of

@@ -99,7 +99,10 @@ class Adapters:
         if base is not None:
             self.config.base_model_name_or_path = str(base)
         self._inject(model)
-        self.saved = _saved_names(model)
+        # peft is asked what it would save. The values that it sorts are names here.
+        state = cast(Any, {name: name for name in model.state_dict()})
+        found: Any = get_peft_model_state_dict(model, state, NAME, save_embedding_layers=False)
+        self.saved = {name: key for key, name in found.items()}
         if self._files is not None:
             self._files.check(model, self.saved)
 
@@ -131,8 +134,9 @@ class Adapters:
                 "would train the other's adapters transposed; leave one of them out of "
                 "target_modules"
             )
-        for each in adapters_in(model):
-            self._settle(each)
+        for each in model.modules():
+            if isinstance(each, LoraLayer):
+                self._settle(each)
 
     def fill(self, layer: nn.Module) -> None:
         """Sets the values of a layer's adapters as peft does, or to those of files.
@@ -180,13 +184,6 @@ class Adapters:
             module.modules_to_save[NAME].load_state_dict(module.original_module.state_dict())
 
 
-def _saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """Asks peft what it would save. The values that it sorts are names here."""
-    names = cast(Any, {name: name for name in model.state_dict()})
-    found: Any = get_peft_model_state_dict(model, names, NAME, save_embedding_layers=False)
-    return {name: key for key, name in found.items()}
-
-
 def _refusal(error: Exception, model: nn.Module | None = None) -> ConfigError:
     text = first_line(error)
     if "layers_to_transform" in text:
@@ -219,13 +216,6 @@ def lora_config(options: LoraOptions) -> LoraConfig:
         )
     except ValueError as error:
         raise ConfigError(f"model.lora: {first_line(error)}") from None
-
-
-def adapters_in(module: nn.Module) -> Iterator[LoraLayer]:
-    """Yields the modules of peft in a layer."""
-    for each in module.modules():
-        if isinstance(each, LoraLayer):
-            yield each
 
 
 class AdapterFiles:
@@ -275,20 +265,18 @@ class AdapterFiles:
         state = model.state_dict()
         wanted = {self._key(key): state[name].shape for name, key in saved.items()}
         known = wanted | {self._key(name): tensor.shape for name, tensor in state.items()}
-        for name in sorted(wanted.keys() - self._stored.keys())[:1]:
-            raise ConfigError(f"{self._of_another_base()}: the file has no {name}")
-        for name in sorted(self._stored.keys() - known.keys())[:1]:
-            raise ConfigError(f"{self._of_another_base()}: the file has {name}")
-        for name, stored in self._stored.items():
-            if known[name] != stored.shape:
-                raise ConfigError(
-                    f"{self._of_another_base()}: {name} is {list(stored.shape)}, and the model's "
-                    f"is {list(known[name])}"
-                )
-
-    def _of_another_base(self) -> str:
-        base = self.config.base_model_name_or_path
-        return f"{self.folder} has adapters of another base ({base or 'unknown'})"
+        for name in sorted(wanted.keys() | self._stored.keys()):
+            stored, shape = self._stored.get(name), known.get(name)
+            if stored is None:
+                problem = f"the file has no {name}"
+            elif shape is None:
+                problem = f"the file has {name}"
+            elif stored.shape != shape:
+                problem = f"{name} is {list(stored.shape)}, and the model's is {list(shape)}"
+            else:
+                continue
+            base = self.config.base_model_name_or_path or "unknown"
+            raise ConfigError(f"{self.folder} has adapters of another base ({base}): {problem}")
 
     def fill(self, layer: nn.Module, saved: Mapping[str, str]) -> None:
         """Sets the values of a layer that the file has."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.models.group_placement import GroupPlacement, even_placement
-from dynmo.models.spreads import Spreads
+from dynmo.models.group_placement import GroupPlacement, Spreads, even_placement
 from dynmo.runtime.comm.process_mesh import Sharers
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import Share, cut

@@ -1,15 +1,23 @@
-"""What rows of tokens cost a model by arithmetic, in operations of a forward."""
+"""The batches of samples that a model trains on, and what their rows cost it by arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynmo.data.grouping import RowCost
+from dynmo.data.options import DataOptions
+from dynmo.data.order import Order, StreamOrder
+from dynmo.data.records import Records, WithHeldOut
+from dynmo.data.batches import SampleBatches, check_first
+from dynmo.data.samples import Encoder
+from dynmo.data.stream import HELD_OUT
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.model import Model
+from dynmo.options import LARGEST
 
 
 def row_cost(model: Model, weights: int) -> RowCost:
@@ -71,3 +79,50 @@ def _experts(model: Model) -> tuple[int, int]:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     found = (getattr(text, name, None) for name in names)
     return next(filter(None, found), 0), getattr(text, "num_experts_per_tok", None) or 0
+
+
+def batches_of(
+    records: Records,
+    tokenizer: Any,
+    model: Model,
+    options: DataOptions,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    sequence: int,
+    seed: int,
+) -> SampleBatches:
+    """Returns the batches that records give, which may be `WithHeldOut`.
+
+    Raises:
+        ConfigError: There is one record only, or the first one cannot be encoded.
+    """
+    own = model.options
+    vocab = own.vocab if own is not None and own.kind == "hf" else LARGEST
+    encoder = Encoder(tokenizer, sequence, vocab, options.answers_only)
+    others = 0
+    if isinstance(records, WithHeldOut):
+        check_first(records.held_out, encoder, options.broken)
+        others = len(records.held_out)
+    check_first(records, encoder, options.broken)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        pad = getattr(tokenizer, "eos_token_id", None) or 0
+    sizes = global_batch, micro_batch
+    order = (
+        StreamOrder(0 if others else HELD_OUT, *sizes, others)
+        if options.streaming
+        else Order(len(records), *sizes, seed, options.shuffle, options.held_out_share, others)
+    )
+    with torch.device("meta"):
+        weights = sum(p.numel() for layer in model.build(()) for p in layer.parameters())
+    return SampleBatches(
+        records,
+        encoder,
+        order,
+        micro_batch=micro_batch,
+        batching=options.batching,
+        broken=options.broken,
+        pad=pad,
+        cost=row_cost(model, weights),
+    )
