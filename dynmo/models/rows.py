@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynmo.data.batches import SampleBatches, check_first
 from dynmo.data.grouping import RowCost
 from dynmo.data.options import DataOptions
 from dynmo.data.order import Order, StreamOrder
 from dynmo.data.records import Records, WithHeldOut
-from dynmo.data.batches import SampleBatches, check_first
 from dynmo.data.samples import Encoder
 from dynmo.data.stream import HELD_OUT
 from dynmo.kernels.grouped_linear import GroupedLinear
