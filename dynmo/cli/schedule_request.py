@@ -166,7 +166,7 @@ def _uniform(stage_ranks: tuple[int, ...], options: ScheduleOptions) -> Costs:
     for option, value in {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}.items():
         if not math.isfinite(value) or value < 0:
             raise InputError(f"{option} {value}: a time is a number of at least 0")
-    w_memory = 0.5 if options.w_memory is None else options.w_memory
+    w_memory = _w_memory(options)
     return split_costs(
         uniform_costs(max(stage_ranks) + 1, tf, tb, tw, tcomm, w_memory), stage_ranks
     )
@@ -183,6 +183,7 @@ def _from_file(
     from dynmo.cost.costs_file import read
 
     _check_alone(options)
+    w_memory = _w_memory(options)
     file, ranks, stages = read(path, of_stages=True), max(stage_ranks) + 1, len(stage_ranks)
     placed = (file.partition, (1,) * len(file.layers))
     counts = next((x for x in placed if x and len(x) in (stages, ranks)), None)
@@ -195,7 +196,6 @@ def _from_file(
         raise InputError(
             f"--w-memory, but costs file {path} has memory, which says it; use one of them"
         )
-    w_memory = 0.5 if options.w_memory is None else options.w_memory
     try:
         if len(counts) == stages:
             costs = file.stages(counts, stage_ranks, w_memory)
@@ -221,5 +221,10 @@ def _check_alone(options: ScheduleOptions) -> None:
     given = [option for option, value in times.items() if value is not None]
     if given:
         raise InputError(f"{given[0]} and --costs both give times; use one of them")
-    if options.w_memory is not None and not 0 <= options.w_memory <= 1:
-        raise InputError(f"--w-memory {options.w_memory}: it is a share between 0 and 1")
+
+
+def _w_memory(options: ScheduleOptions) -> float:
+    share = 0.5 if options.w_memory is None else options.w_memory
+    if not 0 <= share <= 1:
+        raise InputError(f"--w-memory {share}: it is a share between 0 and 1")
+    return share

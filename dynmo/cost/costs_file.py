@@ -311,6 +311,10 @@ class _File(_Sized):
                 )
 
 
+# Fields of a profile that the file has as they are.
+_SAME = {"model", "microbatch", "microbatches", "ranks", "partition", "schedule", "steps", "cap"}
+
+
 def parse(data: object, of_stages: bool = False) -> Profile:
     """Checks costs that are already read from JSON."""
     if not isinstance(data, dict):
@@ -346,14 +350,7 @@ def parse(data: object, of_stages: bool = False) -> Profile:
         first_trainable=file.working if file.first_trainable is None else file.first_trainable,
         links=_links(file.links or ()),
         comm=tuple(comm) if isinstance(comm, Sequence) else comm or 0.0,
-        model=file.model,
-        microbatch=file.microbatch,
-        microbatches=file.microbatches,
-        ranks=file.ranks,
-        partition=None if file.partition is None else tuple(file.partition),
-        schedule=file.schedule,
-        steps=file.steps,
-        cap=None if file.cap is None else tuple(file.cap),
+        **file.model_dump(include=_SAME),
     )
 
 

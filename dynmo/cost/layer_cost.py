@@ -11,8 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
 
-from dynmo.errors import InputError
-
 
 def most_pending_gradients(accumulation_groups: int) -> int:
     """The most gradients of one parameter that wait for their sum.
@@ -158,20 +156,9 @@ class Costs:
     links: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        def check(what: str, value: float) -> None:
-            if not math.isfinite(value) or value < 0:
-                raise InputError(f"{what} {value}; a time is a number of at least 0")
-
-        if len(self.links) != max(0, len(self.stages) - 1):
-            raise InputError(
-                f"{len(self.stages)} stages have {max(0, len(self.stages) - 1)} boundaries, but "
-                f"{len(self.links)} link times are given"
-            )
-        for index, stage in enumerate(self.stages):
-            for field in ("f", "b", "w"):
-                check(f"stage {index}: {field} is", getattr(stage, field))
-        for boundary, value in enumerate(self.links):
-            check(f"comm of boundary {boundary}:", value)
+        assert len(self.links) == max(0, len(self.stages) - 1)
+        times = (*self.links, *(time for x in self.stages for time in (x.f, x.b, x.w)))
+        assert all(0 <= time < math.inf for time in times), "a time is a number of at least 0"
 
 
 def uniform_costs(
@@ -181,8 +168,6 @@ def uniform_costs(
 
     `w_memory` is the share of a forward's activations that stays until W has run.
     """
-    if not 0 <= w_memory <= 1:
-        raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
     stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
     return Costs((stage,) * stages, (comm,) * max(0, stages - 1))
 
@@ -228,8 +213,7 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
 
     Simulator, scheduler and balancers all use this one cost function.
     """
-    if sum(counts) != len(layers):
-        raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
+    assert sum(counts) == len(layers)
     out: list[StageCost] = []
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own = layers[start:stop]

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sysconfig
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
+from dynmo.cost.input_file import checked, read_json
 from dynmo.errors import ConfigError
-from dynmo.files import parse_json, read_text
+from dynmo.files import check_regular, parse_json
+from dynmo.options import Count, Options
 
 VOCAB = 256  # a token is a byte
 STDLIB_LIMIT = 16 * 2**20
@@ -39,38 +41,57 @@ _MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 class FileCorpus:
-    """The bytes of a file. A slice is read on demand.
+    """The numbers of a file, little-endian. A slice is read on demand.
 
     The file is not mapped, because a mapped file that is cut off ends the process with SIGBUS.
+
+    Args:
+        path: The file.
+        kind: How `data.source` names it.
+        dtype: The type of its numbers.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no numbers of this type.
     """
 
-    def __init__(self, path: Path, kind: str = "file") -> None:
-        """Raises OSError if the file cannot be opened."""
-        self._named = _named(kind, path)
-        self._file = os.open(path, os.O_RDONLY)
+    def __init__(self, path: Path, kind: str = "file", dtype: str = "uint8") -> None:
+        self._named = f'data.source = "{kind}:{path}":'
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        try:
+            check_regular(path)
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"{self._named} cannot be read ({error.strerror})") from None
         weakref.finalize(self, os.close, self._file)
-        self._length = os.fstat(self._file).st_size
+        self._bytes = os.fstat(self._file).st_size
+        if not self._bytes:
+            raise ConfigError(f"{self._named} the file is empty")
+        if self._bytes % self._dtype.itemsize:
+            raise ConfigError(
+                f"{self._named} has {self._bytes} bytes, no multiple of the "
+                f"{self._dtype.itemsize} of {dtype}; correct dtype in {path}.json"
+            )
 
     def __len__(self) -> int:
-        """The bytes that the file had when it was opened."""
-        return self._length
+        """The numbers that the file had when it was opened."""
+        return self._bytes // self._dtype.itemsize
 
-    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+    def __getitem__(self, part: slice) -> NDArray[Any]:
         """Raises ConfigError if the file has become shorter, or cannot be read any more."""
-        start, stop, _ = part.indices(self._length)
-        text = bytearray()
+        start, stop, _ = (at * self._dtype.itemsize for at in part.indices(len(self)))
+        read = bytearray()
         try:
-            while len(text) < stop - start:
-                at = start + len(text)
+            while len(read) < stop - start:
+                at = start + len(read)
                 piece = os.pread(self._file, stop - at, at)
                 if not piece:
                     now = os.fstat(self._file).st_size
-                    sizes = f"it had {self._length} bytes when it was opened, and has {now} now"
+                    sizes = f"it had {self._bytes} bytes when it was opened, and has {now} now"
                     raise ConfigError(f"{self._named} has been cut off: {sizes}")
-                text += piece
+                read += piece
         except OSError as error:
             raise ConfigError(f"{self._named} cannot be read ({error.strerror})") from None
-        return np.frombuffer(text, dtype=np.uint8)
+        return np.frombuffer(read, self._dtype)
 
 
 class Corpus(Protocol):
@@ -97,7 +118,7 @@ def open_corpus(source: str) -> Corpus:
     kind, _, path = source.partition(":")
     if kind != "file":
         raise ConfigError(f'data.source = "{source}": unknown; use "stdlib" or "file:PATH"')
-    return file(Path(path))
+    return FileCorpus(Path(path))
 
 
 def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
@@ -130,31 +151,22 @@ def _sources(folder: Path) -> Iterator[Path]:
         )
 
 
-def _named(kind: str, path: Path) -> str:
-    return f'data.source = "{kind}:{path}":'
+_EXAMPLE = '{"dtype": "uint16", "vocab": 32000}'
 
 
-def file(path: Path, kind: str = "file") -> FileCorpus:
-    """Opens a file. `kind` is how `data.source` names it."""
-    problem = None
-    try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):  # a folder, or a pipe that would block
-            problem = "not a regular file"
-        elif not info.st_size:
-            problem = "the file is empty"
-        else:
-            return FileCorpus(path, kind)
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    wanted = "text" if kind == "file" else kind
-    raise ConfigError(f"{_named(kind, path)} {problem}; give a file of {wanted}")
+class _Tokens(Options):
+    """What PATH.json says. Other programs may write more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    dtype: Literal["uint8", "uint16", "uint32", "int32"]
+    vocab: Count
 
 
 DTYPES = ("uint8", "uint16", "uint32", "int32")
 
 
-class TokenFile:
+class TokenFile(FileCorpus):
     """The tokens of a file.
 
     Args:
@@ -168,47 +180,21 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._source = f'data.source = "tokens:{path}"'
-        dtype, self.vocab = self._read_kind(Path(f"{path}.json"))
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._bytes = file(path, "tokens")
-        if len(self._bytes) % self._dtype.itemsize:
-            raise ConfigError(
-                f"{self._source}: has {len(self._bytes)} bytes, no multiple of the "
-                f"{self._dtype.itemsize} of {dtype}; correct dtype in {path}.json"
-            )
+        where = f'data.source = "tokens:{path}": {path}.json'
+        told = read_json(Path(f"{path}.json"), f"{where}, such as {_EXAMPLE}")
+        if not isinstance(told, dict):
+            raise ConfigError(f"{where} must be like {_EXAMPLE}")
+        kind = checked(_Tokens, cast("dict[str, Any]", told), f"{where}: ")
+        self.vocab = kind.vocab
+        super().__init__(path, "tokens", kind.dtype)
 
-    def _read_kind(self, beside: Path) -> tuple[str, int]:
-        try:
-            told: object = parse_json(read_text(beside))
-        except OSError as error:
-            why = f"{beside} cannot be read ({error.strerror})"
-            raise ConfigError(
-                f'{self._source}: {why}; write it, such as {{"dtype": "uint16", "vocab": 32000}}'
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"{self._source}: {beside} is no JSON ({error})") from None
-        kind = cast("dict[str, object]", told) if isinstance(told, dict) else {}
-        dtype, vocab = kind.get("dtype"), kind.get("vocab")
-        if dtype not in DTYPES or type(vocab) is not int or vocab < 1:
-            raise ConfigError(
-                f"{self._source}: {beside} must have dtype ({', '.join(DTYPES)}) and vocab (a "
-                "positive number)"
-            )
-        return cast(str, dtype), vocab
-
-    def __len__(self) -> int:
-        return len(self._bytes) // self._dtype.itemsize
-
-    def __getitem__(self, part: slice) -> NDArray[np.integer]:
+    def __getitem__(self, part: slice) -> NDArray[Any]:
         """Raises ConfigError if the file has become shorter, or has a token outside of `vocab`."""
-        start, stop, _ = part.indices(len(self))
-        size = self._dtype.itemsize
-        tokens = self._bytes[start * size : stop * size].view(self._dtype)
+        tokens = super().__getitem__(part)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab)][0]
             raise ConfigError(
-                f"{self._source}: has the token {wrong}, and vocab = {self.vocab} in its .json"
+                f"{self._named} has the token {wrong}, and vocab = {self.vocab} in its .json"
             )
         return tokens
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -24,6 +22,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from dynmo.data.corpus import FileCorpus
 from dynmo.errors import ConfigError, not_installed, one_line
 from dynmo.files import check_regular
 from dynmo.options import find_own
@@ -151,8 +150,7 @@ class JsonLines:
     def __init__(self, name: str) -> None:
         self._path = Path(name)
         check_regular(self._path)
-        self._file = os.open(self._path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
+        self._file = FileCorpus(self._path, "jsonl")
         starts, lines, at = [0], list[int](), 0
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -169,9 +167,7 @@ class JsonLines:
 
     def __getitem__(self, number: int) -> Record:
         start, stop = self._starts[number : number + 2].tolist()
-        line = os.pread(self._file, stop - start, start)
-        if len(line) < stop - start:
-            raise ConfigError(f"{self._path} has been cut off while it was read")
+        line = self._file[start:stop].tobytes()
         try:
             # Lines that follow a record's own are empty.
             record = cast(object, json.loads(line))

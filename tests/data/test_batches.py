@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.data.batches import Ahead, Batches
-from dynmo.data.corpus import SEPARATOR, check_vocab, file, open_corpus, stdlib
+from dynmo.data.corpus import SEPARATOR, FileCorpus, check_vocab, open_corpus, stdlib
 from dynmo.data.order import Order, windows_of
 from dynmo.errors import ConfigError
 
@@ -211,15 +211,15 @@ def test_truncated_file_is_an_error(tmp_path):
 
 def test_sources_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r'data.source = "file:.*none"'):
-        file(tmp_path / "none")
-    with pytest.raises(ConfigError, match="not a regular file"):
-        file(tmp_path)
+        FileCorpus(tmp_path / "none")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        FileCorpus(tmp_path)
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="empty"):
-        file(tmp_path / "empty")
+        FileCorpus(tmp_path / "empty")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="not a regular file"):
-        file(tmp_path / "pipe")
+        FileCorpus(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="unknown"):
         open_corpus("hf:x")
 

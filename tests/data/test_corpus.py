@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import DTYPES, TokenFile, kind_of
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, InputError
 from dynmo.train.setup import warnings_of
 
 
@@ -74,11 +74,12 @@ def test_file_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sidecar", "says"),
     [
-        (None, "a.bin.json cannot be read .No such file.*; write it"),
-        ("{", "is no JSON"),
-        ("[]", "must have dtype"),
-        ('{"dtype": "float32", "vocab": 9}', "must have dtype"),
-        ('{"dtype": "uint16"}', "and vocab"),
+        (None, r'a.bin.json, such as .*"vocab": 32000}: cannot be read: No such file'),
+        ("{", "not JSON"),
+        ("[]", "must be like"),
+        ('{"dtype": "float32", "vocab": 9}', 'a.bin.json: dtype = "float32": must be'),
+        ('{"dtype": "uint16"}', "a.bin.json: vocab: missing"),
+        ('{"dtype": "uint16", "vocab": 0}', "a.bin.json: vocab = 0: must be"),
         ('{"dtype": "uint32", "vocab": 9}', "has 6 bytes, no multiple of the 4 of uint32"),
     ],
 )
@@ -88,7 +89,7 @@ def test_wrong_sidecar_is_refused(tmp_path: Path, sidecar: str | None, says: str
     beside.unlink()
     if sidecar is not None:
         beside.write_text(sidecar)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(InputError, match=says):
         TokenFile(path)
 
 
