@@ -17,7 +17,7 @@ from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
-    from dynmo.train.data_view import DataView
+    from dynmo.train.look_ahead import DataView
 
 _logger = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ def data(options: DataCommandOptions) -> None:
         raise InputError(f"--workers {options.workers}: at least 1 is needed")
     _check_out(options)
 
-    from dynmo.train.data_view import view_of
-    from dynmo.train.tokenise import tokenise
+    from dynmo.train.look_ahead import tokenise, view_of
 
     with progress(f"reading {config.data.source}") as listen:
         view = view_of(config, listen)

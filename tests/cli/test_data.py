@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from dynmo.config import load
 from dynmo.data.corpus import TokenFile
-from dynmo.train import data_view, tokenise
+from dynmo.train import look_ahead
 from dynmo.train.data import open_batches, open_text
 from dynmo.train.setup import model_of
 from tests.cli.runs import Run, assert_refused
@@ -99,7 +99,7 @@ def test_view_names_broken_lines_and_special_tokens(
     folder: Path, dynmo: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that are not looked at for their lengths."""
-    monkeypatch.setattr(data_view, "_MOST", 20)
+    monkeypatch.setattr(look_ahead, "_MOST", 20)
     lines = [json.dumps(row) for row in ROWS]
     lines[0], lines[170], lines[172] = "[", "{", '{"prompt": 3, "completion": "x"}'
     end = AutoTokenizer.from_pretrained(folder / "model").eos_token
@@ -120,9 +120,9 @@ def test_worker_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     partial, ended = tmp_path / "rows.parquet.tmp", list[int]()
     partial.touch()
     parent = SimpleNamespace(join=lambda: None)
-    monkeypatch.setattr(tokenise, "parent_process", lambda: parent)
-    monkeypatch.setattr(tokenise.os, "_exit", ended.append)
-    tokenise._end_with_parent(partial)
+    monkeypatch.setattr(look_ahead, "parent_process", lambda: parent)
+    monkeypatch.setattr(look_ahead.os, "_exit", ended.append)
+    look_ahead._end_with_parent(partial)
     assert ended == [1]
     assert not partial.exists()
 
