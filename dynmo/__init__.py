@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan as RunPlan
     from dynmo.pipeline.dry_run import dry_run as dry_run
     from dynmo.pipeline.loader import Loader as Loader
-    from dynmo.pipeline.options import SGD as SGD
-    from dynmo.pipeline.options import AdamW as AdamW
-    from dynmo.pipeline.options import LearningRate as LearningRate
+    from dynmo.pipeline.optimizer_options import SGD as SGD
+    from dynmo.pipeline.optimizer_options import AdamW as AdamW
+    from dynmo.pipeline.optimizer_options import LearningRate as LearningRate
     from dynmo.pipeline.options import Log as Log
     from dynmo.pipeline.options import Parallel as Parallel
     from dynmo.pipeline.options import PipelineOptions as PipelineOptions
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AdamW": "dynmo.pipeline.options",
+    "AdamW": "dynmo.pipeline.optimizer_options",
     "Balance": "dynmo.plan.options",
     "Change": "dynmo.pipeline.case",
     "Csv": "dynmo.metrics",
@@ -74,7 +74,7 @@ _HOMES = {
     "Freezing": "dynmo.cases.freezing",
     "LayerCost": "dynmo.cost.layer_cost",
     "Layers": "dynmo.pipeline.case",
-    "LearningRate": "dynmo.pipeline.options",
+    "LearningRate": "dynmo.pipeline.optimizer_options",
     "Loader": "dynmo.pipeline.loader",
     "Log": "dynmo.pipeline.options",
     "MixtureOfDepths": "dynmo.cases.mixture_of_depths",
@@ -86,7 +86,7 @@ _HOMES = {
     "PipelineOptions": "dynmo.pipeline.options",
     "Pruning": "dynmo.cases.pruning",
     "RunPlan": "dynmo.pipeline.dry_run",
-    "SGD": "dynmo.pipeline.options",
+    "SGD": "dynmo.pipeline.optimizer_options",
     "Sequential": "dynmo.models.sequential",
     "Signals": "dynmo.pipeline.case",
     "SparseAttention": "dynmo.cases.sparse_attention",

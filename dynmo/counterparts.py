@@ -150,10 +150,10 @@ def check_names(function: Callable[..., object], names: Iterable[str]) -> None:
     """Raises ConfigError for keywords that a function does not have, with what to use instead."""
     known, of = _parameters(function), function.__qualname__.removesuffix(".__init__")
     for name in names:
-        if name in known or (name == "keys" and "samples" not in known):
-            continue
-        advice = _FORMER.get(name) or counterpart(name, python=True)
-        if advice is not None:
+        if name not in known:
+            former = None if name == "keys" and "samples" not in known else _FORMER.get(name)
+            own = ", ".join(each for each in known if each != "self")
+            advice = former or counterpart(name, python=True) or f"its arguments are {own}"
             raise ConfigError(f"{of} has no {name}; {advice}")
 
 

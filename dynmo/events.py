@@ -6,17 +6,14 @@ Floats are written so that they read back exactly (Python's repr does).
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from dynmo.errors import InputError, RunError
-from dynmo.files import LineLog, parse_json, read_text
+from dynmo.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,13 @@ class Event:
     """
 
     event: ClassVar[str] = ""
+    kinds: ClassVar[dict[str, type[Event]]] = {}
     step: int
     time: float = field(default_factory=time.time, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        if cls.event:
+            Event.kinds[cls.event] = cls
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,8 +54,8 @@ class StepResult(Event):
         layers: Number of layers on each stage.
         frozen: Number of frozen layers.
         model_flops_per_s: Floating-point operations of the model per second on all ranks, by
-            arithmetic: 6 a token and weight, and those of causal attention. Padding does not count,
-            and all layers count alike whatever dynamic cases save. None if unknown.
+            arithmetic: 6 for each token and weight. Padding does not count, and all layers count
+            alike whatever dynamic cases save. None if unknown.
         utilization: These over the FLOP/s that all ranks can do. None if unknown.
         memory: Peak bytes of each rank in forward and backward. On CUDA they are what torch's
             allocator gave out, and on CPU the resident memory of the process. Slices of one GPU
@@ -492,31 +494,6 @@ class EndEvent(Event):
     cores: int | None = None
 
 
-_KINDS: dict[str, type[Event]] = {
-    kind.event: kind
-    for kind in (
-        StepResult,
-        DataEvent,
-        SkippedEvent,
-        HeldOutEvent,
-        EvalEvent,
-        ChangeEvent,
-        TokensEvent,
-        RebalanceEvent,
-        SpeedsEvent,
-        ScheduleEvent,
-        RebalanceResultEvent,
-        ReshapeEvent,
-        RepackEvent,
-        GrowEvent,
-        ReleaseEvent,
-        FaultEvent,
-        RollbackEvent,
-        PostValidationEvent,
-        CheckpointEvent,
-        EndEvent,
-    )
-}
 _WORDS = {"source": "from", "target": "to"}
 
 
@@ -534,7 +511,7 @@ def from_json(record: dict[str, Any]) -> Event:
     Keys that the kind does not know are left out. Fields with a default may be missing, because an
     older version did not write them.
     """
-    kind = _KINDS.get(str(record.get("event")))
+    kind = Event.kinds.get(str(record.get("event")))
     if kind is None:
         raise InputError(f"unknown event {record.get('event')!r}")
     values: dict[str, Any] = {}
@@ -548,58 +525,3 @@ def from_json(record: dict[str, Any]) -> Event:
         value = record[word]
         values[key] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return kind(**values)
-
-
-class EventLog:
-    """Appends events to a file, a line each. A torn last line is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises InputError if the file cannot be opened."""
-        self._path = path
-        try:
-            self._log = LineLog(path)
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror}") from None
-
-    def write(self, event: Event) -> None:
-        """Raises RunError if the file cannot be written, or has been removed."""
-        try:
-            self._log.write(json.dumps(to_json(event)))
-        except OSError as error:
-            raise RunError(f"{self._path} cannot be written: {error.strerror}") from None
-
-    def close(self) -> None:
-        self._log.close()
-
-
-def read(path: Path) -> Iterator[Event]:
-    """Reads the events of a log.
-
-    A torn last line (the run was cut off) is left out.
-
-    Args:
-        path: The log.
-
-    Raises:
-        InputError: Any other line is bad. The message has its number.
-    """
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InputError(f"{path} cannot be read: {reason}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError:
-            if number == len(lines):
-                return
-            raise InputError(f"{path}:{number}: not a line of JSON") from None
-        try:
-            if not isinstance(record, dict):
-                raise InputError("not an event")
-            yield from_json(cast(dict[str, Any], record))
-        except InputError as error:
-            raise InputError(f"{path}:{number}: {error}") from None

@@ -48,7 +48,22 @@ def numbers_of(event: Event) -> Iterator[tuple[str, float]]:
                 yield f"{name}/{index}", float(each)
 
 
-class Csv:
+class _Rows:
+    """Collects the numbers of each step. Those of its data come before it, evaluations after it."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._row: dict[str, float] = {}
+        self._later: dict[str, float] = {}  # of a step that has no row yet
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepResult):
+            self._step, self._row, self._later = event.step, self._later, {}
+        to = self._row if event.step == self._step else self._later
+        to |= numbers_of(event)
+
+
+class Csv(_Rows):
     """A table with a row for each step, and an evaluation in the row of its step.
 
     Args:
@@ -57,6 +72,7 @@ class Csv:
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         self._path = Path(path)
         self._names = [
             f"{kind.event}/{field.name}"
@@ -64,10 +80,7 @@ class Csv:
             for field in fields(kind)
             if field.name not in ("step", "time", "held_out")
         ]
-        self._row: dict[str, float] = {}
-        self._later: dict[str, float] = {}  # of a step that has no row yet
         self._rows: dict[int, int] = {}  # where the row of each step begins
-        self._last: int | None = None  # the step whose numbers are in `_row`
         try:
             self._log = LineLog(self._path)
             self._read()
@@ -92,24 +105,18 @@ class Csv:
             self._log.truncate(place)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, DataEvent):
-            self._later |= numbers_of(event)
-        elif isinstance(event, StepResult):
-            self._row, self._later = self._later | dict(numbers_of(event)), {}
-            self._write(event.step)
-        elif isinstance(event, EvalEvent) and event.step == self._last:
-            self._row |= numbers_of(event)
-            self._write(event.step)
-
-    def _write(self, step: int) -> None:
         """Writes the row of a step, in place of the rows from this step on."""
+        super().__call__(event)
+        step = event.step
+        if step != self._step or not isinstance(event, StepResult | EvalEvent):
+            return
         again = [place for each, place in self._rows.items() if each >= step]
         row = [step, *(self._row.get(name, "") for name in self._names)]
         try:
             if again:
                 self._log.truncate(min(again))
             self._rows = {each: place for each, place in self._rows.items() if each < step}
-            self._last, self._rows[step] = step, self._log.size
+            self._rows[step] = self._log.size
             self._log.write(",".join(map(str, row)))
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from None
@@ -143,7 +150,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class WandB:
+class WandB(_Rows):
     """A run of Weights & Biases. A process that resumes goes on with it.
 
     Args:
@@ -155,6 +162,7 @@ class WandB:
     """
 
     def __init__(self, folder: str | Path, name: str) -> None:
+        super().__init__()
         wandb, path = _module("wandb"), Path(folder) / "wandb-id"
         if not path.exists():
             write_whole(path, secrets.token_hex(4))
@@ -162,17 +170,11 @@ class WandB:
         self._run = wandb.init(
             project="dynmo", name=name, dir=str(folder), id=number, resume="allow"
         )
-        self._step: int | None = None
-        self._row: dict[str, float] = {}
-        self._later: dict[str, float] = {}  # of a step that has no row yet
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepResult):
-            # Weights & Biases drops a row whose step it has.
-            self._log()
-            self._step, self._row, self._later = event.step, self._later, {}
-        to = self._row if event.step == self._step else self._later
-        to |= numbers_of(event)
+            self._log()  # once, because a row whose step is there is dropped
+        super().__call__(event)
 
     def _log(self) -> None:
         if self._row:

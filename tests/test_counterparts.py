@@ -77,7 +77,8 @@ def test_an_unknown_argument_gets_the_advice() -> None:
         says = rf"^{method.__qualname__} has no keys; use samples="
         with pytest.raises(ConfigError, match=says):
             method(None, keys=[1])  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="keys"):
-        dynmo.Pipeline(None, None, keys=[1])  # type: ignore
-    with pytest.raises(TypeError, match="unheard"):
-        dynmo.Pipeline(None, None, unheard=1)  # type: ignore
+    for name in ("keys", "unheard"):
+        with pytest.raises(
+            ConfigError, match=rf"^Pipeline has no {name}; its arguments are model, "
+        ):
+            dynmo.Pipeline(None, None, **{name: 1})  # type: ignore[arg-type]

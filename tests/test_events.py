@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.errors import InputError, RunError
+from dynmo.event_log import EventLog, read
 from dynmo.events import (
     ChangeEvent,
     CheckpointEvent,
@@ -21,7 +22,6 @@ from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
-    EventLog,
     FaultEvent,
     GrowEvent,
     HeldOutEvent,
@@ -39,7 +39,6 @@ from dynmo.events import (
     StepResult,
     TokensEvent,
     from_json,
-    read,
     to_json,
 )
 from tests.full_disk import files_up_to

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo import events
+from dynmo import event_log
 from dynmo.config import load
 from dynmo.cost import costs_file
 from dynmo.data.corpus import TokenFile, kind_of
@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "workload": workload.read,
     "costs": costs_file.read,
     "decisions": lambda path: list(decide.read_records(path)),
-    "events": lambda path: list(events.read(path)),
+    "events": lambda path: list(event_log.read(path)),
     "jsonl": lambda path: records(path, "jsonl"),
     "parquet": lambda path: records(path, "parquet"),
     "tokens": token_file,

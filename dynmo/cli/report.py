@@ -12,7 +12,8 @@ import typer
 from dynmo.cli.options import command
 from dynmo.cli.plot import check_plot, save_plot
 from dynmo.errors import InputError
-from dynmo.events import read, to_json
+from dynmo.event_log import read
+from dynmo.events import to_json
 from dynmo.files import parse_toml, read_text
 
 if TYPE_CHECKING:

@@ -243,7 +243,7 @@ def _show(
 
 def _print_summary(folder: Path, has_trained: bool) -> None:
     from dynmo.cli.console import console_for_tables
-    from dynmo.events import read
+    from dynmo.event_log import read
     from dynmo.report.summary import summarize
     from dynmo.report.summary_text import event_lines, phase_table
 

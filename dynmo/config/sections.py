@@ -17,16 +17,18 @@ from dynmo.data.options import DataOptions, SourceName
 from dynmo.models.options import ModelOptions
 from dynmo.options import OWN, Count, Lax, NonNegative, Options, Positive, Seed, Whole, written
 from dynmo.pipeline.case_options import CaseOptions, RunFacts
-from dynmo.pipeline.options import (
+from dynmo.pipeline.optimizer_options import (
     SGD,
     AdamW,
     LearningRate,
-    MeshOptions,
     NamedOptimizer,
     OwnOptimizer,
+    TorchOptimizer,
+)
+from dynmo.pipeline.options import (
+    MeshOptions,
     PipelineOptions,
     ScheduleOptions,
-    TorchOptimizer,
     TrainingOptions,
     WorldOptions,
     grouped,

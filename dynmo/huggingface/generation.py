@@ -15,7 +15,7 @@ from dynmo.errors import ConfigError, InputError, one_line
 from dynmo.huggingface.save import transformers_model
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.pipeline.torch_modes import public
+from dynmo.pipeline.user_calls import public
 
 Prompt = TypeVar("Prompt", Tensor, str)
 

@@ -49,10 +49,9 @@ def save_pretrained(
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
-    engine = pipeline._engine
     model = transformers_model(pipeline.mesh.model, "save_pretrained")
     kind = type_of(dtype)
-    store = engine.pending.final
+    store = pipeline.mesh.store
     world = store.world
     if world.replicas > 1:
         # Raises if replicas differ: the first replica's weights are saved for all.

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _FunctionBase as FunctionBase
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dynmo.errors import ConfigError
 
 __all__ = [
+    "NEEDS_VALUES",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionBase",
@@ -32,6 +40,14 @@ __all__ = [
     "tree_map_only",
     "unset_fake_temporarily",
 ]
+
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""Errors of code that runs on real tensors, but not on tensors without values."""
 
 # The first version that was not tried. pyproject.toml has the same limit.
 BELOW = (2, 14)

@@ -1,25 +1,29 @@
-"""Makes the engine of a pipeline from its options."""
+"""Makes the engine of a pipeline: its first placement, the memory of a rank, its options."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.model import Model
-from dynmo.pipeline.actions import Actions, NextMesh
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.optimizers import settings_of
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.saving import restore_state
-from dynmo.plan.partition import Partition
+from dynmo.pipeline.resizing import NextMesh, Resizing
+from dynmo.pipeline.saving import SavedPipeline, restore_state
+from dynmo.plan.partition import Partition, uniform
+from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.runtime.options import EngineOptions
-from dynmo.schedule.catalogue import AUTO, SHAPES
+from dynmo.schedule.catalogue import AUTO, SHAPES, chunks_of, shapes_of
 from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ def join_engine(
     )
     restore_state(engine, newcomer.state, cases)
     engine.schedule_keeper.known = newcomer.costs
-    Actions(engine).arrive(
+    Resizing(engine).arrive(
         newcomer.rank,
         newcomer.shape[0] * newcomer.shape[1],
         newcomer.generation,
@@ -118,3 +122,102 @@ def join_engine(
         },
     )
     return engine
+
+
+# -- the first placement, and the memory of a rank ---
+
+
+def first_partition(
+    options: PipelineOptions,
+    layers: int,
+    pipeline: int | None = None,
+    schedule: str | None = None,
+) -> Partition:
+    """Returns the first placement: `balance.initial` if set, and uniform otherwise.
+
+    Nothing is measured yet, so uniform is the best guess. `schedule` is the one that "auto" begins
+    with.
+    """
+    chunks, initial = options.stages_per_rank, options.balance.initial
+    if schedule is not None:
+        chunks = chunks_of(schedule, options.chunks)
+    ranks = options.pipeline if pipeline is None else pipeline
+    if initial is None or ranks != options.pipeline or len(initial) != ranks * chunks:
+        return uniform(layers, ranks * chunks)
+    return Partition(tuple(initial))
+
+
+def first_schedule(
+    options: PipelineOptions, layers: int, shape: tuple[int, int], saved: SavedPipeline | None
+) -> str:
+    """Returns the first schedule of a mesh. A training with "auto" keeps the saved one."""
+    if options.schedule != AUTO:
+        return options.schedule
+    pipeline, replicas = shape
+    possible = shapes_of(AUTO, pipeline, options.all_microbatches // replicas, layers)
+    if saved is not None and saved.state.schedule in possible:
+        return saved.state.schedule
+    if saved is None and pipeline == options.pipeline:
+        possible = options.first_shapes(layers)
+    return possible[0]
+
+
+def first_shape(
+    options: PipelineOptions, layers: int, saved: SavedPipeline | None
+) -> tuple[int, int]:
+    """Returns the first mesh: ranks of a pipeline, and number of replicas.
+
+    A training that chooses its mesh keeps the saved mesh, if the options allow it. A mesh of fewer
+    or more ranks comes with the first step.
+    """
+    started = options.pipeline, options.replicas
+    if saved is None:
+        shape = options.shape_at(0)
+    else:
+        meshes = options.mesh_rule(layers).shapes(started[0] * started[1])
+        pipeline, replicas = saved.state.shape or (0, 0)
+        known = options.elastic.reshape and (pipeline, replicas) in meshes
+        shape = (pipeline, replicas) if known else options.shape_at(saved.step)
+    return shape if shape[0] * shape[1] == started[0] * started[1] else started
+
+
+def check_own_rules(options: PipelineOptions) -> None:
+    """Tries the user's own balancer and rule for fewer ranks, before anything needs them."""
+    if options.balance.balancer.startswith("python:"):
+        from dynmo.plan.balancers import balancer
+
+        balancer(options.balance.balancer)
+    if options.elastic.algorithm != "fewest":
+        from dynmo.plan.balancers import find_rule
+
+        find_rule(options.elastic.algorithm)
+
+
+def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
+    """Returns the bytes that the tensors of a rank, or of each, may use. All ranks get the same.
+
+    The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
+    equal parts. The rest of the memory is for bytes that are in no account of tensors. These are
+    the context and its kernels, NCCL's buffers, cuBLAS's workspaces and the allocator's rounding.
+    The part depends on the device's size alone, so equal devices have equal limits. Replicas have
+    the least of theirs, and so have all ranks if the mesh may change.
+    """
+    device = world.device
+    if options.memory_limit is not None or device.type != "cuda":
+        return options.memory_limit
+    parts = options.pipeline if options.slices else 1
+    if world.staged:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
+        parts *= -(-ranks // torch.cuda.device_count())
+    total = torch.cuda.get_device_properties(device).total_memory
+    own = max(1, total * 92 // 100 - (1 << 30)) // parts
+    return own if meeting_of(world).is_outside else _agreed_limit(options, world.everyone, own)
+
+
+def _agreed_limit(options: PipelineOptions, everyone: World, own: int) -> Limit:
+    each: list[int] = everyone.gather(torch.tensor(own), "everyone's memory limits").tolist()
+    elastic, replicas = options.elastic, options.replicas
+    changes = elastic.reshape or elastic.reshape_at or elastic.changes_ranks
+    if len(set(each)) == 1 or options.slices or changes:
+        return min(each)
+    return tuple(min(each[i : i + replicas]) for i in range(0, len(each), replicas))

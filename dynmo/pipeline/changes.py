@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dynmo.events import ChangeEvent, PostValidationEvent, TokensEvent
+from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import state_of
 from dynmo.plan.partition import Partition

@@ -16,11 +16,11 @@ from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.models.model import Model
+from dynmo.pipeline.assembly import check_own_rules, first_partition
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_registry import make_cases
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import check_own_rules, first_partition
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, replica_of
 from dynmo.plan.best import NoMeshFitsError, search
 from dynmo.plan.evaluate import evaluate

@@ -27,12 +27,12 @@ from dynmo.elastic.place import RankPlace, count_text, own_place, place_from
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.models.identity import Identity
-from dynmo.pipeline.actions import Actions, NextMesh, ResizeFailed
-from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.assembly import first_partition
+from dynmo.pipeline.cases import CaseContext
 from dynmo.pipeline.gathering import rules_of
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.placing import first_partition
 from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
@@ -253,7 +253,7 @@ class Elasticity:
         kept = self._kept(_nodes(places), plan)
         handed = "" if 0 in kept else self._hand_over()
         try:
-            migration = Actions(pipeline).shrink(kept, plan.mesh)
+            migration = Resizing(pipeline).shrink(kept, plan.mesh)
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
             self._tell(FaultEvent(step, f"the run keeps its {len(places)} ranks: {error}"))
@@ -334,7 +334,7 @@ class Elasticity:
         before = (self._everyone.size, pipeline.store.layout.shape)
         joined = self._let_in(step, plan, state())
         try:
-            migration = Actions(pipeline).grow(
+            migration = Resizing(pipeline).grow(
                 plan.ranks - before[0], plan.mesh, self.options.elastic.join_timeout
             )
         except ResizeFailed as error:

@@ -228,7 +228,7 @@ class Loader:
         padding = padding_of(found)
         waited, self._waited = ahead.waited - self._waited, ahead.waited
         event = DataEvent(step, waited, padding.tokens, padding.padded, self._batches.skipped)
-        self._pipeline._emit(event)
+        self._pipeline.measured.tell(event)
         return [self._to_device(each) for each in found]
 
     def held_out(self, microbatches: int) -> list[Microbatch] | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
-from dynmo.pipeline.options import SGD, AdamW, NamedOptimizer, PipelineOptions
+from dynmo.pipeline.optimizer_options import SGD, AdamW, NamedOptimizer
+from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.optim import fused
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 

@@ -26,86 +26,74 @@ def problems(
         layers: Number of layers of the model. None if it is not made yet.
         model: Options of the model, if known.
     """
-    if layers is not None:
-        yield from _recompute(options, layers)
-    yield from _accumulation_groups(options, layers)
-    yield from _schedule(options)
-    yield from _placement(options, layers)
-    yield from _memory_limits(options)
-    if options.slices:
-        yield from _slices(options)
-    yield from _repack(options, layers)
-    if options.elastic.reshape:
-        yield from _reshape(options, layers)
-    yield from _reshape_at(options, layers)
-    if options.expert > 1:
-        yield from _expert_parallelism(options, model)
-
-
-def _recompute(options: PipelineOptions, layers: int) -> Iterator[str]:
-    last = max(options.recompute, default=0) if isinstance(options.recompute, tuple) else 0
-    if last >= layers:
+    recompute = options.recompute
+    if layers is not None and isinstance(recompute, tuple) and max(recompute, default=0) >= layers:
         yield (
-            f"train.recompute names layer {last}, but the model has {layers}, from 0 to "
+            f"train.recompute names layer {max(recompute)}, but the model has {layers}, from 0 to "
             f"{layers - 1}"
         )
-
-
-def _accumulation_groups(options: PipelineOptions, layers: int | None) -> Iterator[str]:
-    replicas, groups = options.replicas, options.accumulation_groups
-    problem = accumulation_problem(groups, replicas, options.all_microbatches)
-    if problem:
-        near = options.mesh_rule(layers).suggest_groups((replicas,))
-        yield (
-            f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, "
-            f"or use {near}"
-        )
-
-
-def _schedule(options: PipelineOptions) -> Iterator[str]:
-    name = options.schedule
     try:
-        chunks_of(name, options.chunks)
+        chunks_of(options.schedule, options.chunks)
     except ScheduleError as error:
         yield f"pipeline.chunks: {error}"
-    try:
-        check_microbatches(name, options.pipeline, max(1, options.microbatches))
-    except ScheduleError as error:
-        yield (
-            f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / "
-            "parallel.replicas)"
-        )
+    yield from _excluded(options)
+    yield from _meshes(options, layers)
+    yield from _placement(options, layers)
+    yield from _memory_limits(options)
+    yield from _elastic(options, layers)
+    if options.expert > 1:
+        yield from _experts(options, model)
+
+
+def _meshes(options: PipelineOptions, layers: int | None) -> Iterator[str]:
+    """Every mesh that the run takes must fit the batch, the schedule and the model."""
+    microbatches, groups = options.all_microbatches, options.accumulation_groups
+    first = (0, options.pipeline, options.replicas)
+    meshes = (first, *options.elastic.reshape_at)
+    for step, pipeline, replicas in meshes:
+        is_first = step == 0
+        key = f"elastic.reshape_at: [{step}, {pipeline}, {replicas}]"
+        where = "" if is_first else f"{key}: "
+        if options.steps is not None and step >= options.steps:
+            yield f"{key} is at step {step}, but the run has {options.steps} steps; reshape sooner"
+        if microbatches % replicas:
+            yield f"{where}{replicas} replicas do not divide the {microbatches} microbatches"
+        problem = accumulation_problem(groups, replicas, microbatches)
+        if problem:
+            known = (replicas,) if is_first else tuple(data for _, _, data in meshes)
+            near = options.mesh_rule(layers).suggest_groups(known)
+            out = "leave it out for one per replica, or " if is_first else ""
+            yield f"{where}train.reduction_slots = {groups} {problem}; {out}use {near}"
+        try:
+            check_microbatches(options.schedule, pipeline, max(1, microbatches // replicas))
+        except ScheduleError as error:
+            sizes = "train.global_batch / train.micro_batch / parallel.replicas"
+            yield f"{where or 'pipeline.schedule: '}{error} ({sizes})"
+        stages = pipeline * options.stages_per_rank
+        if layers is not None and stages > layers:
+            yield (
+                f"{f'parallel.pipeline = {pipeline}' if is_first else key} has {stages} stages, "
+                f"more than the model's {layers} layers; use fewer ranks or more layers"
+            )
 
 
 def _placement(options: PipelineOptions, layers: int | None) -> Iterator[str]:
-    ranks = options.pipeline
-    chunks = options.stages_per_rank
-    stages, initial = ranks * chunks, options.balance.initial
-    if initial is not None and options.schedule == AUTO:
-        # Any shape that has as many stages.
-        stages = len(initial) if options.first_shapes(layers or LARGEST) else stages
-        chunks = stages // ranks
-    if initial is not None and len(initial) != stages:
-        has = (
-            f"parallel.pipeline = {ranks}"
-            if chunks == 1
-            else f"{options.schedule}: {stages} stages"
-        )
+    initial, stages = options.balance.initial, options.pipeline * options.stages_per_rank
+    if initial is None:
+        return
+    if options.schedule == AUTO and options.first_shapes(layers or LARGEST):
+        stages = len(initial)  # some schedule has as many stages
+    if len(initial) != stages:
         yield (
-            f"balance.initial has {len(initial)} entries, but {has}; give one layer count per stage"
+            f"balance.initial has {len(initial)} entries, but parallel.pipeline = "
+            f"{options.pipeline} has {stages} stages with {options.schedule}; give one layer count "
+            "per stage"
         )
-    if layers is not None:
-        if stages > layers:
-            per_rank = f" x {chunks} stages a rank" if chunks > 1 else ""
-            yield (
-                f"parallel.pipeline = {ranks}{per_rank} is more than the model's {layers} "
-                "layers; use fewer ranks or more layers"
-            )
-        if initial is not None and sum(initial) != layers:
-            yield (
-                f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; "
-                f"make it sum to {layers}"
-            )
+    if layers is not None and sum(initial) != layers:
+        yield (
+            f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it "
+            f"sum to {layers}"
+        )
 
 
 def _memory_limits(options: PipelineOptions) -> Iterator[str]:
@@ -124,146 +112,86 @@ def _memory_limits(options: PipelineOptions) -> Iterator[str]:
         )
 
 
-def _slices(options: PipelineOptions) -> Iterator[str]:
-    if options.schedule == AUTO:
-        yield (
-            "parallel.slices = true: slices keep their stages, so pipeline.schedule cannot be "
-            '"auto"; choose one of its schedules, such as "zb-auto"'
-        )
-    if options.pipeline == 1:
-        yield (
-            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU "
-            "anyway; use 2 or more, or leave slices out"
-        )
-    if options.post_validation:
-        yield (
-            "parallel.slices = true: one process ends the steps of all slices together, so "
-            "pipeline.post_validation cannot be true"
-        )
-    if options.elastic.reshape or options.elastic.reshape_at:
-        yield (
-            "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and "
-            "elastic.reshape_at"
-        )
-    if options.elastic.changes_ranks:
-        yield (
-            "parallel.slices = true: slices of one GPU cannot leave; leave out elastic.repack "
-            "and elastic.target_ranks"
-        )
+def _excluded(options: PipelineOptions) -> Iterator[str]:
+    """Yields which options exclude each other."""
+    elastic, replicas = options.elastic, options.replicas
+    with_slices = {
+        'pipeline.schedule = "auto"': options.schedule == AUTO,
+        "parallel.pipeline = 1": options.pipeline == 1,
+        "pipeline.post_validation = true": options.post_validation,
+        "elastic.reshape = true": elastic.reshape,
+        "elastic.reshape_at": bool(elastic.reshape_at),
+        "elastic.repack and elastic.target_ranks": elastic.changes_ranks,
+    }
+    with_experts = {
+        "elastic.reshape = true": elastic.reshape,
+        "elastic.reshape_at with other replicas": any(
+            each != replicas for _, _, each in elastic.reshape_at
+        ),
+        "parallel.slices = true": options.slices,
+    }
+    for other, is_set in with_slices.items():
+        if options.slices and is_set:
+            yield (
+                f"parallel.slices = true excludes {other}: slices keep their stages, and one "
+                "process ends the steps of all; leave one of them out"
+            )
+    for other, is_set in with_experts.items():
+        if options.expert > 1 and is_set:
+            yield (
+                f"parallel.expert = {options.expert} excludes {other}: the replicas of a stage "
+                "share its experts; leave one of them out"
+            )
 
 
-def _repack(options: PipelineOptions, layers: int | None) -> Iterator[str]:
-    elastic, target = options.elastic, options.elastic.target_ranks
-    if elastic.repack and elastic.min_ranks > options.world_size:
+def _elastic(options: PipelineOptions, layers: int | None) -> Iterator[str]:
+    elastic, target, ranks = options.elastic, options.elastic.target_ranks, options.world_size
+    rule, most, microbatches = options.mesh_rule(layers), options.replicas, options.all_microbatches
+    if elastic.repack and elastic.min_ranks > ranks:
         yield (
-            f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {options.world_size} "
-            f"ranks; use at most {options.world_size}"
+            f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {ranks} ranks; use at "
+            f"most {ranks}"
         )
     if elastic.algorithm != "fewest":
-        key = f'elastic.algorithm = "{elastic.algorithm}"'
+        key = f'elastic.algorithm = "{elastic.algorithm}" merges ranks'
         if options.memory_limit is None:
+            yield f"{key} by memory and needs pipeline.memory_limit; set the bytes of a rank"
+        if options.schedule == AUTO or options.stages_per_rank > 1:
             yield (
-                f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes "
-                "of a rank"
-            )
-        if options.schedule == AUTO:
-            yield (
-                f'{key} merges ranks of one stage, but pipeline.schedule = "auto" may give a rank '
+                f'{key} of one stage, but pipeline.schedule = "{options.schedule}" has ranks of '
                 'more; use "zb-auto"'
             )
-        if options.stages_per_rank > 1:
+    if target is not None:
+        least = most if options.expert > 1 else 1  # replicas that share experts stay together
+        if not any(least <= replicas <= most for _, replicas in rule.shapes(target)):
+            told = f"the {most}" if least == most else f"at most {most}"
             yield (
-                f"{key} merges ranks of one stage, but {options.schedule} has "
-                f"{options.stages_per_rank} a rank; use another schedule"
+                f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's "
+                f"layers, pipeline.schedule, {told} replicas, {microbatches} microbatches and "
+                f"train.reduction_slots = {options.accumulation_groups}; use another number"
             )
-    if target is None:
-        return
-    shapes, most = options.mesh_rule(layers).shapes(target), options.replicas
-    least = most if options.expert > 1 else 1  # replicas that share experts stay together
-    if not any(least <= replicas <= most for _, replicas in shapes):
-        told = f"the {most}" if least == most else f"at most {most}"
+    if elastic.reshape and len(rule.shapes(options.pipeline * most)) <= 1:
+        replicas = divisors(math.gcd(ranks, microbatches))
+        sized = "1 rank" if ranks == 1 else f"{ranks} ranks"
         yield (
-            f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, "
-            f"pipeline.schedule, {told} replicas, {options.all_microbatches} microbatches and "
-            f"train.reduction_slots = {options.accumulation_groups}; use another number"
+            f"elastic.reshape = true: {sized} and {microbatches} microbatches allow no other mesh; "
+            "leave it out, or change parallel.pipeline, parallel.replicas or train.global_batch"
+            if replicas == [most]
+            else f"elastic.reshape = true: no other mesh of {sized} fits train.reduction_slots = "
+            f"{options.accumulation_groups}; use {rule.suggest_groups(replicas)}"
         )
 
 
-def _reshape(options: PipelineOptions, layers: int | None) -> Iterator[str]:
-    if len(options.mesh_rule(layers).shapes(options.pipeline * options.replicas)) > 1:
-        return
-    microbatches = options.all_microbatches
-    replicas = divisors(math.gcd(options.world_size, microbatches))
-    if replicas == [options.replicas]:
-        ranks = "1 rank" if options.world_size == 1 else f"{options.world_size} ranks"
-        yield (
-            f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other "
-            "mesh; leave it out, or change parallel.pipeline, parallel.replicas or "
-            "train.global_batch"
-        )
-    else:
-        yield (
-            f"elastic.reshape = true: no other mesh of {options.world_size} ranks fits "
-            f"train.reduction_slots = {options.accumulation_groups}; use "
-            f"{options.mesh_rule(layers).suggest_groups(replicas)}"
-        )
-
-
-def _reshape_at(options: PipelineOptions, layers: int | None) -> Iterator[str]:
-    """Every mesh that the run takes must pass the checks of the first one."""
-    microbatches = options.all_microbatches
-    replicas = (options.replicas, *(data for _, _, data in options.elastic.reshape_at))
-    for step, pipeline, data in options.elastic.reshape_at:
-        key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
-        if options.steps is not None and step >= options.steps:
-            yield (
-                f"{key} is at step {step}, but the run has {options.steps} steps; reshape sooner"
-            )
-        if microbatches % data:
-            yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
-        problem = accumulation_problem(options.accumulation_groups, data, microbatches)
-        if problem:
-            near = options.mesh_rule(layers).suggest_groups(replicas)
-            groups = options.accumulation_groups
-            yield f"{key}: train.reduction_slots = {groups} {problem}; use {near}"
-        stages = pipeline * options.stages_per_rank
-        if layers is not None and stages > layers:
-            yield (
-                f"{key} has {stages} stages, more than the model's {layers} layers; use fewer "
-                "ranks in a pipeline"
-            )
-        try:
-            check_microbatches(options.schedule, pipeline, microbatches // data)
-        except ScheduleError as error:
-            yield f"{key}: {error} (train.global_batch / train.micro_batch / replicas)"
-
-
-def _expert_parallelism(options: PipelineOptions, model: ModelOptions | None) -> Iterator[str]:
-    """Checks experts that are spread over replicas, and options that exclude them."""
-    ranks, data = options.expert, options.replicas
-    key = f"parallel.expert = {ranks}"
-    if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
+def _experts(options: PipelineOptions, model: ModelOptions | None) -> Iterator[str]:
+    key, moe = f"parallel.expert = {options.expert}", model is not None and model.kind == "moe"
+    if model is not None and not moe and not model.kind.startswith("python:"):
         yield (
             f'{key}, but model.kind = "{model.kind}" has no experts of dynmo; use '
             'model.kind = "moe", or leave it out'
         )
-    if data % ranks:
-        yield (
-            f"{key} does not divide parallel.replicas = {data}; the replicas of a stage share its "
-            "experts in groups, so use a divisor"
-        )
-    if model is not None and model.kind == "moe" and model.experts % ranks:
-        yield (
-            f"{key} does not divide model.experts = {model.experts}; each replica of a group "
-            "holds as many, so use a divisor"
-        )
-    if options.elastic.reshape or any(each != data for _, _, each in options.elastic.reshape_at):
-        yield (
-            f"{key}: a reshape changes the replicas that share experts; leave out "
-            "elastic.reshape, and keep parallel.replicas in reshape_at"
-        )
-    if options.slices:
-        yield (
-            f"{key}: slices of one GPU cannot send rows to other replicas; leave out "
-            "parallel.slices"
-        )
+    for name, number in (
+        ("parallel.replicas", options.replicas),
+        ("model.experts", model.experts if moe and model is not None else options.expert),
+    ):
+        if number % options.expert:
+            yield f"{key} does not divide {name} = {number}, which it shares out; use a divisor"

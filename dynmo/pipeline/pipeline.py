@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
-import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -15,81 +13,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.events import CheckpointEvent, Event, StepResult
-from dynmo.models.identity import Identity
+from dynmo.events import CheckpointEvent, StepResult
 from dynmo.models.model import Model
-from dynmo.models.sequential import Sequential
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.assembly import join_engine, make_engine
 from dynmo.pipeline.batch import Batch, BatchCutter
 from dynmo.pipeline.case import Dynamism, Signals
-from dynmo.pipeline.case_context import agree_on_cases
 from dynmo.pipeline.case_options import CaseOptions
-from dynmo.pipeline.case_registry import make_cases
-from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.changes import Changes
-from dynmo.pipeline.former import former_member, former_read
-from dynmo.pipeline.model_flops import ModelFlops, device_peak_flops
-from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
-from dynmo.pipeline.option_checks import problems
-from dynmo.pipeline.options import (
-    RECORDS,
-    SGD,
-    AdamW,
-    LearningRate,
-    Log,
-    NamedOptimizer,
-    Parallel,
-    PipelineOptions,
-    Precision,
-    Training,
+from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
+from dynmo.pipeline.options import Log, Parallel, PipelineOptions, Precision, Training
+from dynmo.pipeline.parts import Parts
+from dynmo.pipeline.results import (
+    STOP,
+    Evaluation,
+    Metrics,
+    MetricSums,
+    Started,
+    events_beside,
+    result_of,
+    tokens_of,
 )
-from dynmo.pipeline.placing import (
-    check_own_rules,
-    first_partition,
-    first_schedule,
-    first_shape,
-    rank_memory_limit,
-)
-from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.results import STOP, Evaluation, Started, events_beside, result_of
-from dynmo.pipeline.saving import (
-    SavedPipeline,
-    check_saved,
-    check_settings,
-    find_checkpoint,
-    kept_settings,
-    restore_engine,
-    save_engine,
-)
+from dynmo.pipeline.saving import save_engine, state_of
 from dynmo.pipeline.start import World
-from dynmo.pipeline.torch_modes import public
+from dynmo.pipeline.user_calls import check_kinds, former_member, former_read, public, whole_numbers
 from dynmo.pipeline.views import CaseView, Measured, MeshView
-from dynmo.pipeline.whole_model import WholeModel
+from dynmo.pipeline.whole_model import WholeModel, join_outputs
 from dynmo.plan.options import Balance, BalancerName, Elastic
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.meeting import Meeting, meeting_of
-from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
+from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.trial import Make
 from dynmo.runtime.state.digest import buffers_digest
 from dynmo.schedule.catalogue import ScheduleName
 
 if TYPE_CHECKING:
-    from dynmo.pipeline.dry_run import RunPlan
-    from dynmo.pipeline.metrics import Metrics
     from dynmo.pipeline.sampler import ReplicaSampler
 
-_logger = logging.getLogger(__name__)
 _DEFAULT = PipelineOptions(microbatches=1)
 _PARALLEL, _TRAINING, _LOG = Parallel(), Training(), Log()
 
@@ -168,225 +133,58 @@ class Pipeline:
         training: Training = _TRAINING,
         log: Log = _LOG,
     ) -> None:
-        keys = PipelineOptions.model_fields
-        given = {key: value for key, value in locals().items() if key in keys}
-        for name, kind in RECORDS.items():
-            record = locals()[name]
-            if not isinstance(record, kind):
-                raise ConfigError(f"{name} is {_kind(record)}; give dynmo.{kind.__name__}(...)")
-            given |= {key: getattr(record, key) for key in kind.model_fields}
-        listen, trace = given.pop("listen"), given.pop("trace")
-        check_memory, pipeline = given.pop("check_memory"), given["pipeline"]
-        ranks = _check_kinds(model, world, optimizer, learning_rate)
-        if not isinstance(cases, Sequence):
-            raise ConfigError(f"cases is {_kind(cases)}; give a list of cases")
+        ranks = check_kinds(locals())
+        given = {
+            key: value for key, value in locals().items() if key in PipelineOptions.model_fields
+        }
+        for record in (parallel, training, log):
+            given |= dict(record)
         given["cases"] = tuple(each for each in cases if isinstance(each, CaseOptions))
         given["elastic"] = Elastic() if elastic is None else elastic
-        given["pipeline"] = 1 if pipeline is None else pipeline
+        given["pipeline"] = parallel.pipeline or 1
+        beside = {key: given.pop(key) for key in ("listen", "trace", "check_memory")}
         options = PipelineOptions(**given)
-        if pipeline is None:
+        if parallel.pipeline is None:
             options = options.model_copy(update={"pipeline": max(1, world.size // replicas)})
-        outside = ranks.is_outside
-        if not outside and options.world_size != world.size and not world.size % replicas:
+        if not ranks.is_outside and options.world_size != world.size and not world.size % replicas:
             raise ConfigError(
                 f"{options.pipeline} ranks of a pipeline and {replicas} replicas need "
                 f"{options.world_size} ranks, but the world has {world.size}"
             )
-        for problem in problems(options, model.layers, model.options):
-            raise ConfigError(problem)
-        if learning_rate is not None and steps is None:
-            raise ConfigError("learning_rate needs the steps of the training; give steps")
-        if options.deterministic and world.device.type == "cuda":
-            torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
-        on_cuda = world.device.type == "cuda"
-        facts = options.facts(model.layers, model.options, on_cuda)
-        check_own_rules(options)
-        self._make_cases = partial(make_cases, cases, facts)
-        self._cases = self._make_cases()
-        self._world = ranks
-        self.extra: dict[str, Any] = {}
-        self._model, self._options, self._listen = model, options, listen
-        self._emit = partial(_tell, listen)
-        self._check_memory, self._trace = check_memory, trace
-        self._watches_ranks = elastic is not None
-        self._memory_limit = rank_memory_limit(options, ranks)
-        self._plan: RunPlan | None = None
-        self._model_flops = ModelFlops(model)
-        # Steps of the time before this process was outside. None while it is a rank.
-        self._before: int | None = 0 if outside else None
-        if outside:
-            self._optimizer = OptimizerHandle(
-                ParameterGroups(settings_of(options), model, model.build(()), world.device)
-            )
-        else:
-            with said_while(ranks.rank, "makes its layers"):
-                self._watch(self._start(resume))
-
-    def _start(self, resume: str | Path | None) -> float | None:
-        """Makes the parts of a pipeline that starts or resumes."""
-        world, model, options, saved = self._world, self._model, self._options, None
-        if isinstance(model, Sequential) and resume is None:
-            _agree_on_modules(model, world)
-        if resume is not None:
-            saved = find_checkpoint(Path(resume), world)
-            check_saved(saved, model)
-        self._shapes = self._known_shapes(is_new=saved is None)
-        pipeline, replicas = first_shape(options, model.layers, saved)
-        schedule = first_schedule(options, model.layers, (pipeline, replicas), saved)
-        if saved is None and self._plan is not None and pipeline == options.pipeline:
-            schedule = self._plan.schedule
-        partition = first_partition(options, model.layers, pipeline, schedule)
-        if saved is not None and len(saved.state.partition) == partition.stages:
-            partition = Partition(tuple(saved.state.partition))
-        self._engine = make_engine(
-            options,
-            arrange(world, replicas),
-            model,
-            partition,
-            self._memory_limit,
-            schedule=schedule,
-        )
-        self._optimizer = OptimizerHandle(self._engine.store.groups)
-        self._check_optimizer()
-        if self._watches_ranks or (world.everyone.size > 1 and options.balance.balancer != "none"):
-            self._engine.store.check_names(range(model.layers))
-        agree_on_cases(world, self._cases)
-        if saved is None:
-            self._begin_at(0)
-            return None
-        self._go_on(saved)
-        return saved.state.reference
-
-    def _check_optimizer(self) -> None:
-        """Refuses what a user's optimizer cannot do, and says what it does otherwise."""
-        options, groups = self._options, self._engine.store.groups
-        for case in self._cases:
-            if case.divides_parameters:
-                groups.check_is_elementwise(f"dynamism.{case.name}")
-        keeps = options.post_validation and options.rollback == "in-place" and not groups.inverts
-        if keeps and self._world.everyone.rank == 0:
-            _logger.warning(
-                f'pipeline.rollback = "in-place": no inverse of {groups.name} is known, so copies '
-                "are kept to take a step back"
-            )
-
-    def _go_on(self, saved: SavedPipeline) -> None:
-        """Restores a checkpoint, and makes the loop that goes on from it."""
-        check_settings(saved, self._engine)
-        restore_engine(self._engine, saved.path, saved.raw, self._cases)
-        state = saved.state
-        self.extra = state.extra
-        loss = math.nan if state.loss is None else state.loss
-        self._begin_at(saved.step, loss, state.moves)
-        if self._options.learning_rate is None:
-            # Older checkpoints have the learning rate alone.
-            older = [] if state.lr is None else [{"lr": state.lr}]
-            self._optimizer.restore(older if state.groups is None else state.groups)
-
-    def _take_up(self, text: str) -> None:
-        """Becomes a rank of a running training, by rank 0's message."""
-        from dynmo.elastic.newcomer import state_from
-
-        newcomer = state_from(text)
-        state = newcomer.state
-        self._cases = self._make_cases()
-        if newcomer.microbatches != self._options.all_microbatches:
-            self._options = self._options.with_microbatches(newcomer.microbatches)
-        # First, because all other ranks wait while this one joins.
-        self._shapes = self._known_shapes(is_new=False)
-        self._engine = join_engine(
-            self._options, self._world, self._model, self._cases, newcomer, self._memory_limit
-        )
-        self.extra = state["extra"]
-        self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
-        if self._options.learning_rate is None:
-            self._optimizer.restore(state["groups"])
-        self._before = None
-        self._watch(newcomer.reference)
+        watches = elastic is not None
+        self._parts = Parts(model, ranks, options, cases, watches_ranks=watches, **beside)
+        if not ranks.is_outside:
+            self._parts.start(resume)
+        self.extra = self._parts.extra
 
     def __repr__(self) -> str:
-        if "_changes" not in vars(self) or self._changes.left:
-            return f"Pipeline({self._model.layers} layers, no rank of the training)"
+        if self.left:
+            return f"Pipeline({self._parts.model.layers} layers, no rank of the training)"
         ranks, replicas = self.mesh.shape
         where = f"{ranks} rank{'s' * (ranks > 1)}" + (
             f" x {replicas} replicas" if replicas > 1 else ""
         )
         return (
-            f"Pipeline({self._model.layers} layers on {where}, {self.options.schedule}, "
+            f"Pipeline({self._parts.model.layers} layers on {where}, {self.options.schedule}, "
             f"{self.mesh.microbatches} microbatches, step {self.steps})"
         )
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("_engine", "_changes", "_shapes"):
-                raise RunError(
-                    "this process is no rank of the training; call join(), and go on if it "
-                    "returns True"
-                )
             return former_member(self, name)
 
-    def _begin_at(
-        self, step: int, loss: float = math.nan, moves: int = 0, joined: bool = False
-    ) -> None:
-        """Makes what leads from step to step, before this step."""
-        options, engine = self._options, self._engine
-        cases = Cases(self._cases, engine)
-        rebalancer = Rebalancer(options, engine, cases, self._shapes, moves, self._memory_limit)
-        self._step = step  # the steps that are done
-        # Steps without a result yet, and results that were not returned yet.
-        self._started: dict[int, Started] = {}
-        self._ready: list[StepResult] = []
-        self._is_set_up = False  # a step is final
-        self._begin = time.perf_counter()
-        self._changes = Changes(
-            options,
-            engine,
-            cases,
-            rebalancer,
-            self._emit,
-            partial(_state_for_newcomers, self._optimizer, self.extra),
-            loss,
-            step if joined else None,
-        )
-        cases.take_over(engine)
-        engine.pending.take_failed()  # an earlier training may have left it
-        self._changes.tell_barrier(step)
-        self._peak_flops = options.peak_flops or device_peak_flops(
-            self._world.device, options.precision
-        )
+    @property
+    def _world(self) -> Meeting:
+        return self._parts.world
 
-    def _watch(self, reference: float | None) -> None:
-        """Watches ranks and ops, if that is wanted."""
-        changes, engine = self._changes, self._engine
-        if self._watches_ranks:
-            from dynmo.pipeline.elasticity import Elasticity
+    @property
+    def _engine(self) -> Engine:
+        return self._parts.engine
 
-            changes.elastic = Elasticity(
-                changes.options, engine, changes.rebalancer, self.mesh.identity, reference
-            )
-        if self._trace:
-            from dynmo.pipeline.trace import Tracer
-
-            layout = engine.store.layout
-            of_slices = layout.stage_ranks if layout.sliced else None
-            changes.tracer = Tracer(self._world.everyone, engine.clock, self._trace, of_slices)
-
-    def _known_shapes(self, is_new: bool) -> tuple[LayerCost, ...] | None:
-        """Returns the layers' bytes by shapes, if a memory limits them."""
-        limit, model, options = self._memory_limit, self._model, self._options
-        if limit is None or options.micro_batch is None or model.options is None:
-            return None  # nothing limits the memory, or no shapes are known
-        from dynmo.pipeline.dry_run import check_later_ranks, first_plan
-        from dynmo.pipeline.shape_costs import known_costs
-
-        costs, unknown = known_costs(options, model)
-        if unknown is not None and self._world.everyone.rank == 0:
-            _logger.warning(unknown)
-        if options.memory_limit is not None and is_new and self._check_memory:
-            check_later_ranks(options, model, costs, limit)
-            self._plan = first_plan(options, model, costs, limit, unknown)
-        return costs if unknown is None else None
+    @property
+    def _changes(self) -> Changes:
+        return self._parts.changes
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -486,35 +284,35 @@ class Pipeline:
         before = self._adapt() if adapt else ()
         if self.left:
             return before
-        engine, changes = self._engine, self._changes
+        parts, engine, changes = self._parts, self._engine, self._changes
         with (
-            said_while(self._world.rank, "is in its first step", not self._is_set_up),
+            said_while(self._world.rank, "is in its first step", not parts.is_set_up),
             changes.cases.dropping_samples(),
         ):
             engine.pending.raise_failure()
             step, batch, rates = self.steps, None, self._rates()
             restart_peak(self._world.device)
             if changes.made != step:
-                self._begin = time.perf_counter()
+                parts.begin = time.perf_counter()
             partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
             started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
             flag = STOP * stop + (0 if changes.elastic is None else changes.elastic.call())
             with engine.attempt(step if engine.pending.validates else None):
                 changes.cases.take_samples(samples, self.mesh.microbatches)
                 batch = self._cut(inputs, targets)
-                batch = batch._replace(work=self._model_flops.of(inputs))
-                if not self._is_set_up:
+                batch = batch._replace(work=parts.token_flops * tokens_of(inputs))
+                if not parts.is_set_up:
                     # Loops compile as they make the first schedule. That is no training time.
                     engine.programs.executor()
-                    self._begin = time.perf_counter()
+                    parts.begin = time.perf_counter()
             settings = StepSettings(step, rates, self.options.max_grad_norm, flag)
             records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
-            self._started[step] = started
-            started.seconds = time.perf_counter() - self._begin
-            self._begin = time.perf_counter()
-            self._step = step + 1
-            self._ready += map(self._finish, records)
-        self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
+            parts.started[step] = started
+            started.seconds = time.perf_counter() - parts.begin
+            parts.begin = time.perf_counter()
+            parts.step = step + 1
+            parts.ready += map(self._finish, records)
+        parts.optimizer.step()  # for torch's schedulers; weights change in Engine.train
         return before + self._take()
 
     @public
@@ -532,36 +330,37 @@ class Pipeline:
 
     def _settle(self) -> None:
         """Waits until the last step is final. Its result is returned later."""
-        start = time.perf_counter()
+        start, parts = time.perf_counter(), self._parts
         records = self._engine.drain()
         if records:
-            self._started[records[-1].step].seconds += time.perf_counter() - start
-        self._ready += map(self._finish, records)
+            parts.started[records[-1].step].seconds += time.perf_counter() - start
+        parts.ready += map(self._finish, records)
 
     def _take(self) -> tuple[StepResult, ...]:
-        results, self._ready = tuple(self._ready), []
+        results, self._parts.ready = tuple(self._parts.ready), []
         return results
 
     def _finish(self, record: StepRecord) -> StepResult:
         """Makes the result of a step that is final, and tells it."""
-        engine, changes, elastic = self._engine, self._changes, self._changes.elastic
-        self._is_set_up = True
+        parts, engine, changes = self._parts, self._engine, self._changes
+        elastic = changes.elastic
+        parts.is_set_up = True
         meeting_of(engine.store.world).end_setup()
-        step, started = record.step, self._started.pop(record.step)
+        step, started = record.step, parts.started.pop(record.step)
         changes.loss = record.loss
         if changes.tracer is not None:
             changes.tracer.observe(step, record.step_output.intervals)
-        self._emit(changes.rebalancer.observe(step, started.seconds, record.busy))
+        parts.tell(changes.rebalancer.observe(step, started.seconds, record.busy))
         result = result_of(
             record,
             started,
             engine,
             self.options,
-            self._peak_flops,
+            parts.peak_flops,
             0.0 if elastic is None else elastic.gpu_seconds_returned,
-            self._listen is not None,
+            parts.listens,
         )
-        self._emit(result, *events_beside(record, engine.optimizer_step.scaler.scale))
+        parts.tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
         if elastic is not None:
             elastic.hear(record.flags)
         # Last, so that the ranks agree on the step whatever a case raises.
@@ -581,7 +380,7 @@ class Pipeline:
         return self._adapt()
 
     def _adapt(self) -> tuple[StepResult, ...]:
-        if self._before is not None:
+        if self._parts.outside is not None:
             return ()
         self._engine.pending.raise_failure()
         step, changes = self.steps, self._changes
@@ -589,13 +388,14 @@ class Pipeline:
             return ()
         results = self._drain() if changes.are_due(step) else ()
         changes.make(step)
-        self._begin = time.perf_counter()
+        self._parts.begin = time.perf_counter()
         return results
 
     def _rates(self) -> tuple[dict[str, Any], ...]:
         """Returns the options of each group of parameters in the next step."""
         rule, end = self.options.learning_rate, self.options.end
-        return self._optimizer.options(None if rule is None else partial(rule.at, self.steps, end))
+        at = None if rule is None else partial(rule.at, self.steps, end)
+        return self._parts.optimizer.options(at)
 
     @public
     def evaluate(
@@ -636,17 +436,15 @@ class Pipeline:
         count = self.mesh.microbatches if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
+        if metrics is not None and not callable(metrics):
+            raise InputError(f"metrics = {metrics!r}; give a function of outputs and targets")
         self._settle()
         with self._engine.attempt():
             batch = self._cut(inputs, targets, count)
             # Outputs that were kept are those of an evaluation that is not dense.
             self._changes.cases.take_samples(None if dense else samples, count)
         collected = dict[int, object]() if outputs else None
-        sums = None
-        if metrics is not None:
-            from dynmo.pipeline.metrics import MetricSums
-
-            sums = MetricSums(metrics)
+        sums = None if metrics is None else MetricSums(metrics)
         with ExitStack() as off:
             for context in self._changes.cases.dense() if dense else ():
                 off.enter_context(context)
@@ -662,8 +460,6 @@ class Pipeline:
         if sums is not None:
             result.metrics = sums.over(self.mesh.world, shares=not shared)
         if collected is not None:
-            from dynmo.pipeline.whole_model import join_outputs
-
             result.outputs = join_outputs(self.mesh.world, collected)
         return result
 
@@ -674,7 +470,7 @@ class Pipeline:
         They take it as in `LambdaLR(pipeline.optimizer, ...)`. The options in `param_groups` are
         those of the next step. Change them alike on all ranks.
         """
-        return self._optimizer
+        return self._parts.optimizer
 
     @property
     def options(self) -> PipelineOptions:
@@ -684,28 +480,29 @@ class Pipeline:
     @property
     def mesh(self) -> MeshView:
         """The ranks, and where the layers are."""
-        return MeshView(self._engine, self._changes)
+        return MeshView(self._parts)
 
     @property
     def measured(self) -> Measured:
         """Costs of the layers, decisions and what they have brought."""
-        return Measured(self._engine, self._changes, self._shapes)
+        return Measured(self._parts)
 
     @property
     def cases(self) -> CaseView:
         """What the dynamic cases tell."""
-        return CaseView(self._changes)
+        return CaseView(self._parts)
 
     @property
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
-        if self._before is not None:
-            return self._before
+        parts = self._parts
+        if parts.outside is not None:
+            return parts.outside
         failed = self._engine.pending.take_failed()
         if failed is not None:  # a step whose error was raised is not done
-            self._step = self._changes.made = failed
-            self._started = {at: each for at, each in self._started.items() if at < failed}
-        return self._step
+            parts.step = self._changes.made = failed
+            parts.started = {at: each for at, each in parts.started.items() if at < failed}
+        return parts.step
 
     @property
     def left(self) -> bool:
@@ -713,7 +510,7 @@ class Pipeline:
 
         It has left (`adapt`), or has not joined yet. `join` waits until it is a rank.
         """
-        return self._before is not None or self._changes.left
+        return self._parts.outside is not None or self._changes.left
 
     @public
     def join(self, stopping: Callable[[], bool] | None = None) -> bool:
@@ -737,14 +534,16 @@ class Pipeline:
 
         if not self.left:
             raise RunError("this process is a rank already; call join() if pipeline.left is true")
-        identity = self._identity()
-        if self._before is None:
-            self._before = self.steps
-            del self._engine, self._changes
+        parts, identity = self._parts, self._parts.identity
+        if parts.outside is None:
+            parts.outside = self.steps
+            del parts.engine, parts.changes
             gc.collect()
             if self._world.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return join(self._world, identity, self._take_up, stopping or (lambda: False))
+        joined = join(self._world, identity, parts.take_up, stopping or (lambda: False))
+        self.extra = parts.extra
+        return joined
 
     # -- ranks and places of layers ----------------------------------------------------------------
 
@@ -805,7 +604,7 @@ class Pipeline:
             Whether the placement is another one now.
 
         Raises:
-            ConfigError: The schedule cannot be changed.
+            ConfigError: The schedule cannot be changed, or `partition` has no whole numbers.
             PartitionError: The placement has another number of layers or stages.
             RunError: Nothing was measured that a decision could rest on.
         """
@@ -820,7 +619,7 @@ class Pipeline:
         else:
             partition = before if partition is None else partition
             if not isinstance(partition, Partition):
-                partition = Partition(tuple(partition))
+                partition = Partition(whole_numbers("partition", partition))
             Actions(self._engine).move(partition, schedule)
         return self.mesh.partition != before
 
@@ -836,8 +635,8 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer, or none would train.
         """
-        Actions(self._engine).freeze(layers)
-        self._emit(self._changes.rebalancer.on_workload_change(self.steps))
+        Actions(self._engine).freeze(whole_numbers("layers", layers))
+        self._parts.tell(self._changes.rebalancer.on_workload_change(self.steps))
 
     @public
     def unfreeze(self, layers: Collection[int]) -> None:
@@ -849,8 +648,8 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer.
         """
-        Actions(self._engine).unfreeze(layers)
-        self._emit(self._changes.rebalancer.on_workload_change(self.steps))
+        Actions(self._engine).unfreeze(whole_numbers("layers", layers))
+        self._parts.tell(self._changes.rebalancer.on_workload_change(self.steps))
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -879,28 +678,21 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
-        changes, engine = self._changes, self._engine
+        parts, changes, engine = self._parts, self._changes, self._engine
         self._settle()
-        state = kept_settings(engine) | {
+        known: dict[str, Any] = {
             "extra": extra or {},
-            "groups": self._optimizer.saved(),
-            "shape": list(engine.store.layout.shape),
+            "groups": parts.optimizer.saved(),
             "reference": None if changes.elastic is None else changes.elastic.reference,
         }
         with engine.attempt():
-            saved = save_engine(
-                engine,
-                Path(folder),
-                self.steps,
-                keep,
-                self._cases,
-                loss=changes.loss,
-                moves=changes.rebalancer.moves,
-                extra=state,
-                best=best,
-            )
+            engine.pending.final.check_names()
+            known["identity"] = parts.identity.model_dump()
+            moves = changes.rebalancer.moves
+            state = state_of(engine, parts.cases, loss=changes.loss, moves=moves, extra=known)
+            saved = save_engine(engine, Path(folder), self.steps, keep, state, best)
         path = str(saved.path)
-        self._emit(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
+        self._parts.tell(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
         return saved.path
 
     @public
@@ -921,14 +713,8 @@ class Pipeline:
                 optimizer.
         """
         self.drain()
-        before, saved = self._changes, find_checkpoint(Path(folder), self._world)
-        check_saved(saved, self._engine.model)
-        self._options = before.options
-        self._go_on(saved)
-        self._changes.tracer, self._changes.elastic = before.tracer, before.elastic
-        self._changes.cases.skipped = before.cases.skipped
-        if before.elastic is not None:
-            before.elastic.go_on(self._changes.rebalancer, saved.state.reference)
+        self._parts.load(Path(folder))
+        self.extra = self._parts.extra
         return self.steps
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -980,88 +766,18 @@ class Pipeline:
             The results that were not returned before.
         """
         results = self.drain()
-        self._emit(self._changes.rebalancer.close_measurement(self.steps))
+        self._parts.tell(self._changes.rebalancer.close_measurement(self.steps))
         return results
 
     def close(self) -> None:
         """Tells processes that wait to join that the training is over."""
-        if self._before is None and self._changes.elastic is not None:
+        if self._parts.outside is None and self._changes.elastic is not None:
             self._changes.elastic.close()
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _identity(self) -> Identity:
-        if self._before is None:
-            return self.mesh.identity
-        from dynmo.models.identity import identity_of
-
-        code = [*self._cases, *self._optimizer.code]
-        return identity_of(self._model, self._model.build(())).with_code(code)
 
     def _cut(self, batch: object, targets: object, count: int | None = None) -> StepBatch:
         engine = self._engine
         dtype = torch.float64 if engine.store.is_double else PRECISIONS[self.options.precision]
         cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
         return StepBatch(*cutter.cut(batch, targets, count or self.mesh.microbatches))
-
-
-def _state_for_newcomers(optimizer: OptimizerHandle, extra: dict[str, Any]) -> dict[str, Any]:
-    return {"groups": optimizer.saved(), "extra": extra}
-
-
-def _tell(listen: Callable[[Event], None] | None, *events: Event | None) -> None:
-    for event in events:
-        if event is not None and listen is not None:
-            listen(event)
-
-
-def _check_kinds(model: Any, world: Any, optimizer: Any, rate: Any) -> Meeting:
-    """Raises ConfigError if an argument is another kind of thing, such as torch's optimizer."""
-    if not isinstance(model, Model):
-        advice = "wrap the list of its layers in dynmo.Sequential([...])"
-        if hasattr(model, "save_pretrained"):
-            advice = "give dynmo.huggingface.from_pretrained(folder), the folder that it comes from"
-        raise ConfigError(f"model is {_kind(model)}; {advice}")
-    if not isinstance(world, Meeting):
-        raise ConfigError(f"world is {_kind(world)}; give what dynmo.init() returns")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is {_kind(optimizer)}, which has parameters of its own; give a function, "
-            f"such as functools.partial({type(optimizer).__name__}, lr=...), from which each rank "
-            "makes the optimizers of its layers"
-        )
-    if not isinstance(optimizer, AdamW | SGD | NamedOptimizer) and not callable(optimizer):
-        raise ConfigError(
-            f"optimizer is {_kind(optimizer)}; give dynmo.AdamW(lr=...), or a function such as "
-            "functools.partial(torch.optim.SGD, lr=...)"
-        )
-    if not isinstance(rate, LearningRate | None):
-        raise ConfigError(
-            f"learning_rate is {_kind(rate)}; give dynmo.LearningRate(warmup=..., decay=...), and "
-            "the peak to the optimizer, such as dynmo.AdamW(lr=...)"
-        )
-    return world
-
-
-def _kind(given: object) -> str:
-    of = given if isinstance(given, type) else type(given)
-    name = f"{of.__module__}.{of.__qualname__}".removeprefix("builtins.")
-    return f"the class {name}" if of is given else f"an object of {name}"
-
-
-def _agree_on_modules(model: Sequential, world: Meeting) -> None:
-    """Raises ConfigError on every rank if some rank has made other modules."""
-    differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
-    if differs is not None:
-        index, others = differs
-        were_used = torch.tensor([int(model.were_used)])
-        if int(world.everyone.largest(were_used, "whether layers were used before")):
-            raise ConfigError(
-                "these layers belong to a pipeline already, and each rank has trained its own; "
-                "make new layers, and give the new pipeline the weights: "
-                "second.load_state_dict(first.state_dict())"
-            )
-        raise ConfigError(
-            f"layer {index} has other shapes or weights on rank 0 than on {ranks_text(others)}; "
-            "make the same modules on all ranks, after torch.manual_seed with one number"
-        )

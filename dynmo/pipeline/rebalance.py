@@ -31,9 +31,8 @@ from dynmo.pipeline.gathering import (
     rules_of,
     whole_costs,
 )
-from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.pipeline.rebalance_watch import RebalanceWatch
+from dynmo.pipeline.rebalance_watch import MoveGain, RebalanceWatch
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Readings, Rules

@@ -66,32 +66,25 @@ def state_of(
     }
 
 
-def save_engine(  # noqa: PLR0913
+def save_engine(
     engine: Engine,
     folder: Path,
     step: int,
     keep: int,
-    cases: Sequence[Dynamism],
-    *,
-    loss: float,
-    moves: int,
-    extra: Mapping[str, Any],
+    state: Mapping[str, Any],
     best: int | None = None,
 ) -> Saved:
     """Saves all layers and the state. All ranks call it together, after the last result."""
-    engine.pending.final.check_names()
-    identity = engine.store.identity.with_code(cases).model_dump()
-    extra = {**extra, "identity": identity}
-    state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
-    if engine.store.world.replicas > 1:
+    store = engine.store
+    if store.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
     return checkpoint.save(
-        engine.store.world.everyone,
+        store.world.everyone,
         folder,
         step,
         engine.model.names,
         saved_layers(engine),
-        state,
+        {**state, **kept_settings(engine), "shape": list(store.layout.shape)},
         keep,
         best,
     )

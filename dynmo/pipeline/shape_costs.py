@@ -6,8 +6,7 @@ Nothing is computed or allocated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import dropwhile
@@ -21,7 +20,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
-from dynmo.kernels.torch_private import FakeTensorMode
+from dynmo.kernels.torch_private import NEEDS_VALUES, FakeTensorMode
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import settings_of
@@ -103,15 +102,15 @@ def shape_costs(
         with FakeTensorMode():
             costs = _shape_costs(options, model, groups)
     except Exception as error:
-        kind = "" if model.options is None else model.options.kind
-        if kind and kind != "hf" and not kind.startswith("python:"):
+        kind = model.options.kind
+        if kind != "hf" and not kind.startswith("python:"):
             raise
-        name = f"model.kind = '{kind}'" if kind else "the model"
-        said = f"{name}: on shapes alone, its layers raised {_said(error)}{place(error)}"
-        what = f"{error}, on shapes alone" if isinstance(error, ConfigError) else said
-        if _is_own_error(options, model):
-            raise ConfigError(what) from error
-        raise ActivationsUnknown(what) from error
+        said = f"its layers raised {_said(error)}{place(error)}"
+        text = f"model.kind = {kind!r}: on shapes alone, {said}"
+        text = f"{error}, on shapes alone" if isinstance(error, ConfigError) else text
+        if not isinstance(error, NEEDS_VALUES) and _fails(options, model):
+            raise ConfigError(text) from error
+        raise ActivationsUnknown(text) from error
     return _per_replica(options, costs, replicas)
 
 
@@ -156,46 +155,21 @@ def meta_layers(model: Model) -> list[nn.Module]:
         return model.build(frozenset())
 
 
-def _is_own_error(options: PipelineOptions, model: Model) -> bool:
-    """Returns True if the model's layers fail by themselves, and not only on shapes.
+def _fails(options: PipelineOptions, model: Model) -> bool:
+    """Returns True if one microbatch fails on real tensors, too. One layer is in memory at a time.
 
-    Fake tensors and the meta device have limits of their own, mostly with different messages. If
-    both raise the same error, one microbatch is run for real, with one layer in memory at a time.
+    Fake tensors have limits of their own.
     """
-    on_fakes = _forward_error(
-        options, model, FakeTensorMode(), lambda: model.build(range(model.layers))
-    )
-    if not on_fakes or on_fakes != _forward_error(
-        options, model, torch.device("meta"), lambda: model.build(())
-    ):
-        return False
-    real = (model.build((index,))[index] for index in range(model.layers))
-    return bool(_forward_error(options, model, generators_kept(torch.device("cpu")), lambda: real))
-
-
-def _forward_error(
-    options: PipelineOptions,
-    model: Model,
-    mode: AbstractContextManager[Any],
-    layers: Callable[[], Iterable[nn.Module]],
-) -> list[tuple[type[BaseException], str]]:
-    """Returns the errors of a forward pass of the plain layers in this mode.
-
-    The first is the raised error. The others are its causes.
-    """
-    causes: list[tuple[type[BaseException], str]] = []
     try:
-        with mode, torch.no_grad():
+        with generators_kept(torch.device("cpu")), torch.no_grad():
             out: Any = _ids(options, model)
-            for layer in layers():
+            for index in range(model.layers):
+                layer = model.build((index,))[index]
                 out = layer(*out) if isinstance(out, tuple) else layer(out)
             model.loss(out, _ids(options, model))
-    except Exception as raised:
-        error: BaseException | None = raised
-        while error is not None:
-            causes.append((type(error), str(error)))
-            error = error.__cause__ or error.__context__
-    return causes
+    except Exception:
+        return True
+    return False
 
 
 def _ids(options: PipelineOptions, model: Model) -> Tensor:

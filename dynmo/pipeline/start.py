@@ -9,7 +9,12 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
+import signal
+import sys
+import threading
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -17,11 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dynmo.counterparts import names_checked
-from dynmo.elastic.launcher.environment import prepare_cuda
-from dynmo.errors import ConfigError
+from dynmo.elastic.launcher.environment import end_process, prepare_cuda
+from dynmo.errors import ConfigError, DynmoError, place
 from dynmo.files import write_whole
 from dynmo.pipeline.options import Backend, WorldOptions
-from dynmo.pipeline.uncaught import report_uncaught
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_next_store, rendezvous_record
@@ -119,10 +123,10 @@ def init(
         threads=threads, timeout=timeout, setup_timeout=setup_timeout, backend=backend
     )
     ranks = _ranks_of(group)
-    place = from_environment() or ALONE
+    found = from_environment() or ALONE
     if device == "auto":
         device = (
-            torch.device("cuda", place.local_rank)
+            torch.device("cuda", found.local_rank)
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
@@ -130,7 +134,7 @@ def init(
     if options.staged and device.type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda", (device.index or 0) % torch.cuda.device_count())
     if device.type == "cuda":
-        prepare_cuda(2 if join else place.size)
+        prepare_cuda(2 if join else found.size)
         _use_cuda(device)
     if join:
         from dynmo.elastic.newcomer import outside_world
@@ -152,9 +156,9 @@ def init(
         )
     else:
         world = Meeting.join(
-            open_next_store(place, timeout),
-            place.rank,
-            place.size,
+            open_next_store(found, timeout),
+            found.rank,
+            found.size,
             device=device,
             timeout=timeout,
             staged=options.staged,
@@ -167,7 +171,7 @@ def init(
                 "rendezvous is set, but ranks of a program's own process groups cannot become "
                 "others"
             )
-        write_whole(Path(rendezvous), json.dumps(rendezvous_record(place)), mode=0o600)
+        write_whole(Path(rendezvous), json.dumps(rendezvous_record(found)), mode=0o600)
         atexit.register(Path(rendezvous).unlink, missing_ok=True)
     return _closed_at_exit(world)
 
@@ -242,3 +246,47 @@ def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
             "only its ranks may call"
         )
     return ranks
+
+
+# -- the end of a program after an exception that nobody caught ---
+
+
+def report_uncaught(world: World) -> None:
+    """Has this process end in one line after Ctrl-C or an error of dynmo.
+
+    Other errors keep their traceback, and with DYNMO_TRACEBACK=1 all do. The process ends without
+    finalization, as `dynmo train` does. In an interactive shell it goes on.
+    """
+    before, name = sys.excepthook, f"[rank{world.rank}]"
+    if world.size == 1:
+        return
+
+    def report(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        status, line = 1, None
+        if isinstance(error, KeyboardInterrupt):
+            status, line = 130, "interrupted"
+        elif isinstance(error, DynmoError):
+            status, line = error.exit_status, f"{type(error).__name__}: {error}"
+        if line is None or os.environ.get("DYNMO_TRACEBACK") == "1":
+            before(kind, error, traceback)
+        else:
+            text = " ".join(f"{line}{place(error)}".split())
+            print(f"{name}: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:
+            _end(status)
+
+    sys.excepthook = report
+
+
+def _end(status: int) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it once more
+    _end_threads()
+    end_process(status)
+
+
+def _end_threads() -> None:
+    """Waits for threads as Python does at its end: idle workers of an executor are told to end."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]

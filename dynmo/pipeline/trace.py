@@ -20,11 +20,9 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import TAG_TRACE, check_announced
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
-from dynmo.schedule.op import Kind
 
 _logger = logging.getLogger(__name__)
 
-_KINDS = [*(str(k) for k in Kind), WAIT, SEND]
 _COLOURS = {
     "F": "thread_state_running",
     "B": "thread_state_iowait",
@@ -33,6 +31,7 @@ _COLOURS = {
     WAIT: "grey",
     SEND: "yellow",
 }
+_KINDS = list(_COLOURS)
 _BARRIERS = 9
 # A long run with many changes must not fill the memory. The oldest kept steps make room.
 _MOST_STEPS = 64
@@ -67,10 +66,8 @@ class Tracer:
             world.barrier("the trace's time zero")
             marks.append(clock.mark())
         clock.settle()
-        table = torch.zeros(world.size, _BARRIERS, dtype=torch.float64)
-        table[world.rank] = torch.tensor([clock.elapsed(marks[0], mark) for mark in marks])
-        world.sum(table, "the trace's time zero")
-        # A mark, and its seconds since the common origin.
+        own = [clock.elapsed(marks[0], mark) for mark in marks]
+        table = world.gather(torch.tensor(own, dtype=torch.float64), "the trace's time zero")
         return marks[0], float((table[0] - table[world.rank]).median())
 
     def renew(self) -> None:
@@ -121,60 +118,48 @@ class Tracer:
     def finish(self, path: Path | None) -> None:
         """Collects all rows on rank 0, which writes the file. Every rank calls it."""
         self._kept.extend(self._recent)
-        mine = torch.tensor(
-            [row for rows in self._kept for row in rows], dtype=torch.float64
-        ).reshape(-1, 6)
-        world = self._world
-        counts = torch.zeros(world.size, dtype=torch.int64)
-        counts[world.rank] = len(mine)
-        world.sum(counts, "the traces of every rank")
+        rows = [row for step in self._kept for row in step]
+        own, world = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6), self._world
+        counts = world.gather(torch.tensor(len(own)), "the traces of every rank").tolist()
         if world.rank:
-            if len(mine):
-                world.wait(world.send(mine, 0, TAG_TRACE), 0, "room to send its trace")
+            if len(own):
+                world.wait(world.send(own, 0, TAG_TRACE), 0, "room to send its trace")
             return
-        tables = [mine]
+        tables = [own]
         for rank in range(1, world.size):
-            rows = int(counts[rank])
-            check_announced(rows * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
-            table = torch.zeros(rows, 6, dtype=torch.float64)
+            check_announced(counts[rank] * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
+            table = torch.zeros(counts[rank], 6, dtype=torch.float64)
             if len(table):
                 world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
             tables.append(table)
         if path is not None and self._steps:
-            rows = self._rows([table.tolist() for table in tables])
+            events = chrome_trace([table.tolist() for table in tables], self._stage_ranks)
             try:
-                write_whole(path, json.dumps(chrome_trace(rows)))
+                write_whole(path, json.dumps(events))
             except OSError as error:  # a lost trace must not end the run
                 _logger.warning(f"{path} cannot be written: {error.strerror}")
 
-    def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
-        """Returns the rows of each rank, or of each slice.
 
-        The index of a slice is slice * replicas + replica.
-        """
-        stage_ranks = self._stage_ranks
-        if stage_ranks is None:
-            return tables
-        return [
-            [row for row in table if stage_ranks[int(row[2])] == each]
-            for each in range(max(stage_ranks) + 1)
-            for table in tables
-        ]
-
-
-def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+def chrome_trace(
+    tables: Sequence[Sequence[Sequence[float]]], stage_ranks: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Converts the rows of every rank to the Trace Event Format.
 
-    Each rank is a thread. Times are in microseconds.
+    Each rank is a thread, and so is each slice of a GPU. Times are in microseconds.
+
+    Args:
+        tables: Rows of each process.
+        stage_ranks: The slice that holds each stage. None if a process is one rank.
     """
+    slices = 1 if stage_ranks is None else max(stage_ranks) + 1
+    names = [("thread_name", rank, f"rank {rank}") for rank in range(slices * len(tables))]
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(len(ranks))
+        {"ph": "M", "name": name, "pid": 0, "tid": thread, "args": {"name": text}}
+        for name, thread, text in [*names, ("process_name", 0, "dynmo")]
     ]
-    events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "dynmo"}})
-    for rank, rows in enumerate(ranks):
+    for process, rows in enumerate(tables):
         for step, code, stage, microbatch, start, end in rows:
-            kind = _KINDS[int(code)]
+            kind, slice_ = _KINDS[int(code)], stage_ranks[int(stage)] if stage_ranks else 0
             # Both ends are rounded, not the length. Otherwise neighbours could overlap, and viewers
             # would show them nested.
             ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
@@ -182,10 +167,8 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
                 {
                     "ph": "X",
                     "pid": 0,
-                    "tid": rank,
-                    "name": f"{kind}{int(microbatch)}"
-                    if kind not in (WAIT, SEND)
-                    else f"{kind} {int(microbatch)}",
+                    "tid": slice_ * len(tables) + process,
+                    "name": f"{kind}{' ' * (kind in (WAIT, SEND))}{int(microbatch)}",
                     "cat": kind,
                     "cname": _COLOURS[kind],
                     "ts": ts,

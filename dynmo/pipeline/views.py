@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.events import Event
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.parts import Parts
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.op import Schedule
 
 if TYPE_CHECKING:
@@ -26,11 +29,23 @@ if TYPE_CHECKING:
     from dynmo.plan.decide import DecisionRecord
 
 
-class MeshView:
-    """The ranks of a pipeline, and where its layers are. A decision may change all of it."""
+class _View:
+    """Reads the present parts of a pipeline, also after a load or a join."""
 
-    def __init__(self, engine: Engine, changes: Changes) -> None:
-        self._engine, self._changes = engine, changes
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def _engine(self) -> Engine:
+        return self._parts.engine
+
+    @property
+    def _changes(self) -> Changes:
+        return self._parts.changes
+
+
+class MeshView(_View):
+    """The ranks of a pipeline, and where its layers are. A decision may change all of it."""
 
     @property
     def model(self) -> Model:
@@ -80,9 +95,14 @@ class MeshView:
         return {index: store.modules[index] for index in store.own}
 
     @property
+    def store(self) -> LayerStore:
+        """The layers of this rank with their optimizers, after the last step is final."""
+        return self._engine.pending.final
+
+    @property
     def identity(self) -> Identity:
         """What decides the numbers of the training: versions, code, layers."""
-        return self._engine.store.identity.with_code(self._changes.cases.all)
+        return self._parts.identity
 
 
 @dataclass(frozen=True)
@@ -104,13 +124,8 @@ class Account:
     gpu_seconds_returned: float
 
 
-class Measured:
+class Measured(_View):
     """What a pipeline has measured, and what it has decided from that."""
-
-    def __init__(
-        self, engine: Engine, changes: Changes, shapes: tuple[LayerCost, ...] | None
-    ) -> None:
-        self._engine, self._changes, self._shapes = engine, changes, shapes
 
     @property
     def loss(self) -> float:
@@ -129,7 +144,7 @@ class Measured:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
         from dynmo.pipeline.gathering import measured_costs
 
-        return measured_costs(self._engine, self._shapes)
+        return measured_costs(self._engine, self._parts.shapes)
 
     def forget(self) -> None:
         """Drops all measurements. The next step measures anew."""
@@ -149,7 +164,7 @@ class Measured:
 
         engine, options = self._engine, self._changes.options
         measured = tuple(self.costs() if costs is None else costs)
-        if self._shapes is None:
+        if self._parts.shapes is None:
             level = logging.INFO if engine.store.world.everyone.rank else logging.WARNING
             shapes = (
                 None
@@ -172,6 +187,10 @@ class Measured:
             0.0 if changes.elastic is None else changes.elastic.gpu_seconds_returned,
         )
 
+    def tell(self, event: Event) -> None:
+        """Hands an event to those who listen (`dynmo.Log(listen=)`)."""
+        self._parts.tell(event)
+
     def save_trace(self, path: str | Path | None) -> None:
         """Writes the recorded ops of all ranks, on rank 0. See `Pipeline(trace=)`.
 
@@ -185,11 +204,8 @@ class Measured:
             tracer.finish(None if path is None else Path(path))
 
 
-class CaseView:
+class CaseView(_View):
     """What the dynamic cases of a pipeline tell."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
 
     @property
     def token_shares(self) -> Mapping[str, TokenShares]:

@@ -11,7 +11,8 @@ from dynmo.config import Config, with_options
 from dynmo.cost import costs_file
 from dynmo.cost.costs_file import Profile
 from dynmo.errors import InputError
-from dynmo.events import Event, EventLog
+from dynmo.event_log import EventLog
+from dynmo.events import Event
 from dynmo.files import LineLog, write_whole
 from dynmo.metrics import open_sink
 from dynmo.plan.decide import DECISIONS, DecisionRecord

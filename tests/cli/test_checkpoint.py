@@ -22,7 +22,7 @@ from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.models.huggingface.model import Cut
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.cases import CaseContext
 from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.cli.runs import Run, assert_refused

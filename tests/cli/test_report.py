@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dynmo.event_log import EventLog
 from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
-    EventLog,
     RebalanceEvent,
     RebalanceResultEvent,
     StepResult,

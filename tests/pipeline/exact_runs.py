@@ -124,7 +124,7 @@ class Hopeful(Dynamism):
 def forecasting(world: Meeting, config: dict[str, Any]) -> str:
     """A run in which rank 1's case forecasts something else than rank 0's. Returns its error."""
     run = Run(world, config)
-    run.pipeline._cases.append(Hopeful(world.rank))
+    run.pipeline._parts.cases.append(Hopeful(world.rank))
     try:
         run.events()
     except RunError as error:
@@ -154,7 +154,7 @@ def slowed(
     """
     run = Run(world, config)
     if told:
-        run.pipeline._cases.append(Told(first))
+        run.pipeline._parts.cases.append(Told(first))
     run.steps_seem_equal()
     usual = config["model"]["w"]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import DynmoError
-from dynmo.pipeline.argument_names import with_arguments
 from dynmo.pipeline.options import grouped
+from dynmo.pipeline.user_calls import with_arguments
 from tests.runtime.alone import alone
 
 

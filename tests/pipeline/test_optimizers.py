@@ -15,7 +15,7 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import CheckpointError, ConfigError
-from dynmo.pipeline.options import TorchOptimizer
+from dynmo.pipeline.optimizer_options import TorchOptimizer
 from tests.combinations import mostly_matrix
 from tests.equality import BALANCERS
 from tests.pipeline import jobs

@@ -23,8 +23,8 @@ import dynmo
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
 from dynmo.pipeline.case import TokenShares
-from dynmo.pipeline.former import MOVED
 from dynmo.pipeline.options import grouped
+from dynmo.pipeline.user_calls import MOVED
 from dynmo.train.setup import model_of
 from tests.cases.kept import cases_of
 from tests.pipeline import jobs
@@ -177,11 +177,35 @@ def test_names_of_the_version_before_are_read_with_a_warning(world: dynmo.World)
         dynmo.Pipeline(model, world, microbatches=2, **wrong)
 
 
-def test_views_that_a_loop_keeps_are_up_to_date(world: dynmo.World) -> None:
+def test_views_that_a_loop_keeps_are_up_to_date(world: dynmo.World, tmp_path: Path) -> None:
     pipeline = make(world, balance="none")
     measured = pipeline.measured
     assert math.isnan(measured.loss)
-    assert measured.loss != pipeline.step(*batch(0)).loss == measured.loss
+    first = pipeline.step(*batch(0)).loss
+    assert measured.loss == first
+    pipeline.save(tmp_path)
+    assert measured.loss == first != pipeline.step(*batch(1)).loss == measured.loss
+    pipeline.load(tmp_path)
+    assert measured.loss == first
+    assert measured.loss != pipeline.step(*batch(1)).loss == measured.loss
+
+
+@pytest.mark.parametrize(
+    ("member", "given", "reason"),
+    [
+        ("move", {"partition": "a"}, "partition = 'a'; give a list of whole numbers"),
+        ("move", {"partition": 3}, "partition = 3; give a list"),
+        ("freeze", {"layers": 1}, "layers = 1; give a list"),
+        ("unfreeze", {"layers": [0.5]}, r"layers = \[0.5\]; give a list"),
+        ("evaluate", {"metrics": 3}, "metrics = 3; give a function"),
+        ("step", {"metrics": 3}, "Pipeline.step has no metrics; its arguments are inputs, "),
+    ],
+)
+def test_wrong_values_of_a_call_are_named(
+    world: dynmo.World, member: str, given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=reason):
+        getattr(make(world), member)(**given)
 
 
 def test_a_schedule_without_a_placement_is_no_decision(world: dynmo.World) -> None:

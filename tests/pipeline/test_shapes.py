@@ -12,8 +12,8 @@ from torch import nn
 import dynmo
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError
+from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.options import grouped
-from dynmo.pipeline.placing import first_partition
 from dynmo.train.setup import plan_run
 from tests.pool import Pool
 
@@ -163,7 +163,7 @@ def test_memory_decides_the_first_shape() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"parallel": {"pipeline": 9}}, "parallel.pipeline = 9 is more than the model's 8 layers"),
+        ({"parallel": {"pipeline": 9}}, "parallel.pipeline = 9 has 9 stages, more than"),
         ({"pipeline": {"schedule": "auto", "chunks": 2}}, "pipeline.chunks: auto chooses"),
         ({"balance": {"initial": [3, 3, 2]}}, "balance.initial has 3 entries"),
         ({"balance": {"initial": [3, 3, 3, 3]}}, "balance.initial sums to 12"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynmo.errors import InputError, RunError
-from dynmo.pipeline import uncaught
+from dynmo.pipeline import start as program
 from tests.cli.runs import free_port
 from tests.pool import Pool
 from tests.processes import end_all, start
@@ -40,14 +40,14 @@ def test_uncaught_error_is_one_line(
     status: int,
 ) -> None:
     ended = list[int]()
-    monkeypatch.setattr(uncaught, "end_process", ended.append)
+    monkeypatch.setattr(program, "end_process", ended.append)
     monkeypatch.setattr(
         sys, "excepthook", lambda *a: print(f"{a[0].__name__}: {a[1]}", file=sys.stderr)
     )
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     # Threads of other tests go on.
-    monkeypatch.setattr(uncaught, "_end_threads", lambda: None)
-    uncaught.report_uncaught(replace(alone(), size=2))
+    monkeypatch.setattr(program, "_end_threads", lambda: None)
+    program.report_uncaught(replace(alone(), size=2))
     sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == line + "\n"
     assert ended == [status]
@@ -57,9 +57,9 @@ def test_interruption_in_generated_code_names_the_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python makes classes of records with exec: a Ctrl-C there names the line that asked."""
-    monkeypatch.setattr(uncaught, "_end", lambda _: None)
+    monkeypatch.setattr(program, "_end", lambda _: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    uncaught.report_uncaught(replace(alone(), size=2))
+    program.report_uncaught(replace(alone(), size=2))
     try:
         exec("raise KeyboardInterrupt")
     except KeyboardInterrupt as error:
@@ -70,7 +70,7 @@ def test_interruption_in_generated_code_names_the_user(
 def test_world_of_one_rank_leaves_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = sys.excepthook
-    uncaught.report_uncaught(alone())
+    program.report_uncaught(alone())
     assert sys.excepthook is before
 
 

@@ -14,9 +14,8 @@ from dynmo.cases.pruning.sparse_linear import prune
 from dynmo.errors import CheckpointError
 from dynmo.kernels.packed_weight import unpacked
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.case_options import RunFacts
-from dynmo.pipeline.cases import Cases
+from dynmo.pipeline.cases import CaseContext, Cases
 from dynmo.pipeline.whole_model import WholeModel
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.batch_check import StepBatch

@@ -31,7 +31,7 @@ def with_newcomer(world: Meeting, config: dict[str, Any], newcomer: str) -> dict
         return train_elastic(world, config)
     world.leave()
     loaded = parsed(config)
-    identity = Trainer(loaded, world, model_of(loaded), None).pipeline._identity()
+    identity = Trainer(loaded, world, model_of(loaded), None).pipeline._parts.identity
     if newcomer == "stays away":
         Newcomer(world.home, newcomer_text(own_place(-1), identity), 20).wait()
         return {"left": True}

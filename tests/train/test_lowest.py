@@ -11,7 +11,8 @@ import pytest
 import dynmo
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.events import EndEvent, read
+from dynmo.event_log import read
+from dynmo.events import EndEvent
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Lowest, Trainer
 

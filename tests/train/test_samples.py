@@ -21,7 +21,8 @@ from dynmo.data.order import Order
 from dynmo.data.records import open_records
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
-from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepResult, read
+from dynmo.event_log import read
+from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepResult
 from dynmo.train.data import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix

@@ -12,7 +12,7 @@ import torch
 
 from dynmo.config import Config, load, parse
 from dynmo.errors import ConfigError
-from dynmo.pipeline.placing import first_partition, rank_memory_limit
+from dynmo.pipeline.assembly import first_partition, rank_memory_limit
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.schedule.memory import Limit
 from dynmo.train.setup import device_for, warnings_of

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dynmo.config import load
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepResult, read
+from dynmo.event_log import read
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepResult
 from tests.cli.runs import tree
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES

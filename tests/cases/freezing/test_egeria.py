@@ -28,12 +28,13 @@ from dynmo.cases.freezing.egeria import (
 )
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.events import ChangeEvent, StepResult, read
+from dynmo.event_log import read
+from dynmo.events import ChangeEvent, StepResult
 from dynmo.extend import RunFacts
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Signals
-from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.cases import CaseContext
 from tests.cases.kept import Kept
 from tests.equality import RANDOM_MOVES, run, same
 from tests.equality import config as small_run

@@ -25,7 +25,7 @@ from dynmo.extend import RunFacts
 from dynmo.kernels.packed_weight import unpacked
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Layers
-from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.cases import CaseContext
 from dynmo.pipeline.options import grouped
 from dynmo.pipeline.saving import restore_layer, saved_layers
 from dynmo.runtime.state import checkpoint

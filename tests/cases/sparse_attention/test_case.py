@@ -20,7 +20,8 @@ from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
-from dynmo.events import ChangeEvent, StepResult, read
+from dynmo.event_log import read
+from dynmo.events import ChangeEvent, StepResult
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change
 from dynmo.train.setup import model_of

@@ -17,7 +17,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.cases import CaseContext
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.batch_check import StepBatch

@@ -12,7 +12,7 @@ from dynmo.config import parse
 from dynmo.models.model import Model
 from dynmo.models.rows import product_weights, row_cost
 from dynmo.models.sequential import Sequential
-from dynmo.pipeline.model_flops import ModelFlops, peak_of
+from dynmo.pipeline.results import peak_of, tokens_of
 from dynmo.train.setup import model_of
 
 GPT = {"blocks": 2, "hidden": 32, "heads": 2, "vocab": 64, "sequence": 8}
@@ -34,7 +34,6 @@ def test_gpt_has_the_flops_that_torch_counts() -> None:
     assert weights is not None
     cost = row_cost(model, weights)
     assert counted(model, ids) == 3 * 8 * (cost.linear + 2 * 8 * cost.quadratic)
-    assert ModelFlops(model).of(ids) == 3 * cost.of(3, 8)
 
 
 def test_only_the_experts_of_a_token_count() -> None:
@@ -53,23 +52,23 @@ def test_only_the_experts_of_a_token_count() -> None:
 
 
 def test_padding_does_not_count() -> None:
-    flops = ModelFlops(model_of(parse({"model": GPT})))
     ids = torch.zeros(2, 8, dtype=torch.int64)
     mask = torch.tensor([[1] * 8, [1] * 3 + [0] * 5])
     padded = {"input_ids": ids, "attention_mask": mask}
-    alone = float(flops.of(ids[:1])) + float(flops.of(ids[:1, :3]))
-    assert float(flops.of(padded)) == alone
-    assert float(flops.of([padded, padded])) == 2 * alone
+    assert tokens_of(padded) == 11
+    assert tokens_of([padded, padded]) == 22
     packed = torch.tensor([[*range(8), 0, 1, 2, 0, 0]])
-    assert float(flops.of({"input_ids": ids, "position_ids": packed})) == alone
-    assert flops.of({"input_ids": ids}) == flops.of(ids)
-    assert flops.of({"pixels": ids}) == flops.of(None) == 0
+    assert tokens_of({"input_ids": ids, "position_ids": packed}) == 11
+    assert tokens_of({"input_ids": ids}) == tokens_of(ids) == 16
+    assert tokens_of(torch.ones(3, 4, 5)) == 12
+    assert tokens_of({"pixels": ids}) == tokens_of(None) == 0
 
 
 def test_layers_of_ones_own_count_by_their_matrices() -> None:
-    flops = ModelFlops(Sequential([nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)]))
-    assert flops.of(torch.ones(3, 4)) == 6 * (4 * 5 + 5 * 2) * 3
-    assert ModelFlops(Sequential([nn.Conv2d(1, 2, 3)])).of(torch.ones(2, 1, 5, 5)) == 0
+    model = Sequential([nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)])
+    assert product_weights(model, model.build(())) == 4 * 5 + 5 * 2
+    convolutions = Sequential([nn.Conv2d(1, 2, 3)])
+    assert product_weights(convolutions, convolutions.build(())) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,325 @@
+"""The parts of a pipeline: how it starts, resumes from a checkpoint and joins a training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import ConfigError, RunError
+from dynmo.events import Event, StepResult
+from dynmo.models.identity import Identity
+from dynmo.models.model import Model
+from dynmo.models.rows import product_weights
+from dynmo.models.sequential import Sequential
+from dynmo.pipeline.assembly import (
+    check_own_rules,
+    first_partition,
+    first_schedule,
+    first_shape,
+    join_engine,
+    make_engine,
+    rank_memory_limit,
+)
+from dynmo.pipeline.case import Dynamism
+from dynmo.pipeline.case_options import CaseOptions
+from dynmo.pipeline.case_registry import make_cases
+from dynmo.pipeline.cases import Cases, agree_on_cases
+from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
+from dynmo.pipeline.option_checks import problems
+from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.results import Started, device_peak_flops
+from dynmo.pipeline.saving import (
+    SavedPipeline,
+    check_saved,
+    check_settings,
+    find_checkpoint,
+    restore_engine,
+)
+from dynmo.plan.partition import Partition
+from dynmo.runtime.comm.agreement import first_difference
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.waits import ranks_text
+from dynmo.runtime.comm.worker import said_while
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.optim.parameter_groups import ParameterGroups
+
+if TYPE_CHECKING:
+    from dynmo.pipeline.dry_run import RunPlan
+
+_logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """What a pipeline consists of. A load or a join makes some parts anew.
+
+    A process that is no rank of the training has no engine, no changes and no shapes.
+
+    Attributes:
+        tell: Hands events to the listener.
+        options: Options as they were when the engine was made. Those of `changes` are the present
+            ones.
+        cases: The dynamic cases.
+        token_flops: Floating-point operations of a token in a step. 0 if unknown.
+        peak_flops: FLOP/s that a rank can do. None if unknown.
+        optimizer: The groups of parameters, for torch's schedulers.
+        engine: Holds this rank's layers and runs steps.
+        changes: Changes ranks, placement and layers between steps.
+        shapes: Bytes of each layer by its shapes. None if unknown.
+        extra: What the loop has kept in the checkpoint.
+        outside: Steps of the time before this process was outside. None while it is a rank.
+        step: Number of steps that are done.
+        started: Steps without a result yet.
+        ready: Results that were not returned yet.
+        is_set_up: Whether a step is final.
+        begin: When the present step began, in seconds of `time.perf_counter`.
+    """
+
+    engine: Engine
+    changes: Changes
+    shapes: tuple[LayerCost, ...] | None
+
+    def __init__(
+        self,
+        model: Model,
+        world: Meeting,
+        options: PipelineOptions,
+        cases: Sequence[CaseOptions | Dynamism],
+        *,
+        listen: Callable[..., None] | None,
+        trace: int,
+        check_memory: bool,
+        watches_ranks: bool,
+    ) -> None:
+        for problem in problems(options, model.layers, model.options):
+            raise ConfigError(problem)
+        if options.learning_rate is not None and options.steps is None:
+            raise ConfigError("learning_rate needs the steps of the training; give steps")
+        on_cuda = world.device.type == "cuda"
+        if options.deterministic and on_cuda:
+            torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
+        check_own_rules(options)
+        facts = options.facts(model.layers, model.options, on_cuda)
+        self._make_cases = partial(make_cases, cases, facts)
+        self.cases = self._make_cases()
+        self.model, self.world, self.options = model, world, options
+        self.listens, self.tell = listen is not None, partial(_tell, listen)
+        self._trace, self._check_memory, self._watches_ranks = trace, check_memory, watches_ranks
+        self._memory_limit = rank_memory_limit(options, world)
+        self._plan: RunPlan | None = None
+        self.token_flops = 6 * (product_weights(model, model.build(())) or 0)
+        self.peak_flops = options.peak_flops or device_peak_flops(world.device, options.precision)
+        self.extra: dict[str, Any] = {}
+        self.outside: int | None = None
+        if world.is_outside:
+            self.outside = 0
+            groups = ParameterGroups(settings_of(options), model, model.build(()), world.device)
+            self.optimizer = OptimizerHandle(groups)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("engine", "changes", "shapes"):
+                raise RunError(
+                    "this process is no rank of the training; call join(), and go on if it "
+                    "returns True"
+                )
+            raise AttributeError(name)
+
+    @property
+    def identity(self) -> Identity:
+        """What decides the numbers of the training: versions, code, layers."""
+        if self.outside is None:
+            return self.engine.store.identity.with_code(self.cases)
+        from dynmo.models.identity import identity_of
+
+        code = [*self.cases, *self.optimizer.code]
+        return identity_of(self.model, self.model.build(())).with_code(code)
+
+    # -- start -------------------------------------------------------------------------------------
+
+    def start(self, resume: str | Path | None) -> None:
+        """Starts a training, or resumes that of a checkpoint."""
+        with said_while(self.world.rank, "makes its layers"):
+            saved = None
+            if resume is not None:
+                saved = find_checkpoint(Path(resume), self.world)
+                check_saved(saved, self.model)
+            elif isinstance(self.model, Sequential):
+                _agree_on_modules(self.model, self.world)
+            self._make(saved)
+            if saved is None:
+                self._begin_at(0)
+            else:
+                self.resume(saved)
+            self._watch(None if saved is None else saved.state.reference)
+
+    def _make(self, saved: SavedPipeline | None) -> None:
+        """Makes the engine, with the mesh and the placement of a checkpoint or the first ones."""
+        world, model, options = self.world, self.model, self.options
+        self.shapes = self._known_shapes(is_new=saved is None)
+        pipeline, replicas = first_shape(options, model.layers, saved)
+        schedule = first_schedule(options, model.layers, (pipeline, replicas), saved)
+        if saved is None and self._plan is not None and pipeline == options.pipeline:
+            schedule = self._plan.schedule
+        partition = first_partition(options, model.layers, pipeline, schedule)
+        if saved is not None and len(saved.state.partition) == partition.stages:
+            partition = Partition(tuple(saved.state.partition))
+        mesh, limit = arrange(world, replicas), self._memory_limit
+        self.engine = make_engine(options, mesh, model, partition, limit, schedule=schedule)
+        store = self.engine.store
+        self.optimizer = OptimizerHandle(store.groups)
+        for case in self.cases:
+            if case.divides_parameters:
+                store.groups.check_is_elementwise(f"dynamism.{case.name}")
+        copies = options.post_validation and options.rollback == "in-place"
+        if copies and not store.groups.inverts and world.everyone.rank == 0:
+            _logger.warning(
+                f'pipeline.rollback = "in-place": no inverse of {store.groups.name} is known, so '
+                "copies are kept to take a step back"
+            )
+        if self._watches_ranks or (world.everyone.size > 1 and options.balance.balancer != "none"):
+            store.check_names(range(model.layers))
+        agree_on_cases(world, self.cases)
+
+    def _known_shapes(self, is_new: bool) -> tuple[LayerCost, ...] | None:
+        """Returns the layers' bytes by shapes, if a memory limits them."""
+        limit, model, options = self._memory_limit, self.model, self.options
+        if limit is None or options.micro_batch is None or model.options is None:
+            return None  # nothing limits the memory, or no shapes are known
+        from dynmo.pipeline.dry_run import check_later_ranks, first_plan
+        from dynmo.pipeline.shape_costs import known_costs
+
+        costs, unknown = known_costs(options, model)
+        if unknown is not None and self.world.everyone.rank == 0:
+            _logger.warning(unknown)
+        if options.memory_limit is not None and is_new and self._check_memory:
+            check_later_ranks(options, model, costs, limit)
+            self._plan = first_plan(options, model, costs, limit, unknown)
+        return costs if unknown is None else None
+
+    # -- resume and join ---------------------------------------------------------------------------
+
+    def resume(self, saved: SavedPipeline) -> None:
+        """Goes on from a checkpoint with the present engine."""
+        check_settings(saved, self.engine)
+        restore_engine(self.engine, saved.path, saved.raw, self.cases)
+        state = saved.state
+        self.extra = state.extra
+        self._begin_at(saved.step, math.nan if state.loss is None else state.loss, state.moves)
+        if self.options.learning_rate is None:
+            # Older checkpoints have the learning rate alone.
+            older = [] if state.lr is None else [{"lr": state.lr}]
+            self.optimizer.restore(older if state.groups is None else state.groups)
+
+    def load(self, folder: Path) -> None:
+        """Goes on from a checkpoint in place of the present state."""
+        before, saved = self.changes, find_checkpoint(folder, self.world)
+        check_saved(saved, self.engine.model)
+        self.options = before.options
+        self.resume(saved)
+        after = self.changes
+        after.tracer, after.elastic = before.tracer, before.elastic
+        after.cases.skipped = before.cases.skipped
+        if before.elastic is not None:
+            before.elastic.go_on(after.rebalancer, saved.state.reference)
+
+    def take_up(self, text: str) -> None:
+        """Becomes a rank of a running training, by rank 0's message."""
+        from dynmo.elastic.newcomer import state_from
+
+        newcomer = state_from(text)
+        state = newcomer.state
+        self.cases = self._make_cases()
+        if newcomer.microbatches != self.options.all_microbatches:
+            self.options = self.options.with_microbatches(newcomer.microbatches)
+        # First, because all other ranks wait while this one joins.
+        self.shapes = self._known_shapes(is_new=False)
+        self.engine = join_engine(
+            self.options, self.world, self.model, self.cases, newcomer, self._memory_limit
+        )
+        self.extra = state["extra"]
+        self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
+        if self.options.learning_rate is None:
+            self.optimizer.restore(state["groups"])
+        self.outside = None
+        self._watch(newcomer.reference)
+
+    def _begin_at(
+        self, step: int, loss: float = math.nan, moves: int = 0, joined: bool = False
+    ) -> None:
+        """Makes what leads from step to step, before this step."""
+        options, engine = self.options, self.engine
+        cases = Cases(self.cases, engine)
+        rebalancer = Rebalancer(options, engine, cases, self.shapes, moves, self._memory_limit)
+        self.step = step
+        self.started: dict[int, Started] = {}
+        self.ready: list[StepResult] = []
+        self.is_set_up, self.begin = False, time.perf_counter()
+        self.changes = Changes(
+            options,
+            engine,
+            cases,
+            rebalancer,
+            self.tell,
+            partial(_own_state, self.optimizer, self.extra),
+            loss,
+            step if joined else None,
+        )
+        cases.take_over(engine)
+        engine.pending.take_failed()  # an earlier training may have left it
+        self.changes.tell_barrier(step)
+
+    def _watch(self, reference: float | None) -> None:
+        """Watches ranks and ops, if that is wanted."""
+        changes, engine = self.changes, self.engine
+        if self._watches_ranks:
+            from dynmo.pipeline.elasticity import Elasticity
+
+            changes.elastic = Elasticity(
+                changes.options, engine, changes.rebalancer, self.identity, reference
+            )
+        if self._trace:
+            from dynmo.pipeline.trace import Tracer
+
+            layout = engine.store.layout
+            of_slices = layout.stage_ranks if layout.sliced else None
+            changes.tracer = Tracer(self.world.everyone, engine.clock, self._trace, of_slices)
+
+
+def _own_state(optimizer: OptimizerHandle, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"groups": optimizer.saved(), "extra": extra}
+
+
+def _tell(listen: Callable[[Event], None] | None, *events: Event | None) -> None:
+    for event in events:
+        if event is not None and listen is not None:
+            listen(event)
+
+
+def _agree_on_modules(model: Sequential, world: Meeting) -> None:
+    """Raises ConfigError on every rank if some rank has made other modules."""
+    differs = first_difference(world, model.fingerprints(), "all ranks to make the model")
+    if differs is not None:
+        index, others = differs
+        were_used = torch.tensor([int(model.were_used)])
+        if int(world.everyone.largest(were_used, "whether layers were used before")):
+            raise ConfigError(
+                "these layers belong to a pipeline already, and each rank has trained its own; "
+                "make new layers, and give the new pipeline the weights: "
+                "second.load_state_dict(first.state_dict())"
+            )
+        raise ConfigError(
+            f"layer {index} has other shapes or weights on rank 0 than on {ranks_text(others)}; "
+            "make the same modules on all ranks, after torch.manual_seed with one number"
+        )
