@@ -126,7 +126,7 @@ def _trees() -> list[tuple[str, ast.Module]]:
 
 def test_the_trainer_reaches_the_pipeline_by_public_names_alone() -> None:
     # A name in a file becomes a class of the user's own.
-    registry = "dynmo.pipeline.case_registry"
+    registry = "dynmo.pipeline.cases"
     hidden = ("dynmo.pipeline", "dynmo.runtime.engine", "dynmo.runtime.layer")
     hidden += ("dynmo.runtime.optim", "dynmo.runtime.state")
     for name, tree in _trees():

@@ -36,8 +36,7 @@ from benchmarks.gpu.device import Option, Shape, Verdict, built_on, main, progre
 from benchmarks.harness import run_step
 from dynmo.config import Config, parse
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.case_registry import make_cases
-from dynmo.pipeline.cases import CaseContext
+from dynmo.pipeline.cases import CaseContext, make_cases
 from dynmo.plan.bisection import exact
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting

@@ -1,20 +1,23 @@
-"""Calls the dynamic cases in the order in which they act, and shows them the model."""
+"""Makes the dynamic cases, shows them the model, and calls them in the order in which they act."""
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.cost.layer_cost import Forecast
-from dynmo.errors import ConfigError, InputError, RunError
+from dynmo.errors import ConfigError, InputError, RunError, place
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.identity import code_of
 from dynmo.models.model import defined_in
+from dynmo.options import find_own
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import (
     Change,
@@ -26,6 +29,7 @@ from dynmo.pipeline.case import (
     checked_outputs,
     named,
 )
+from dynmo.pipeline.case_options import CaseOptions, RunFacts
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.waits import ranks_text
@@ -245,3 +249,59 @@ def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
         f"the dynamic cases are not the same on rank 0 and {ranks_text(others)}{mine}; start all "
         "ranks with the same cases from the same code"
     )
+
+
+# -- the cases that a run names ---
+
+
+def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[Dynamism]:
+    """Makes the cases of a run: those with options in the order of their turns, then others."""
+    named = {each.name: each for each in cases if isinstance(each, CaseOptions)}
+    run = replace(run, cases=named)
+    for problem in run.problems():
+        raise ConfigError(problem)
+    own = [each for each in cases if not isinstance(each, CaseOptions)]
+    for each in own:
+        _check(each, f"cases: {type(each).__name__}")
+    in_turn = sorted(named.values(), key=lambda options: options.turn)
+    ready = [*(_make(options, run) for options in in_turn), *own]
+    names = [each.name for each in cases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:  # checkpoints keep a case's state by its name
+        raise ConfigError(f"dynamism.cases: two are called {twice!r}; give yours another name")
+    return ready
+
+
+def _make(options: CaseOptions, run: RunFacts) -> Dynamism:
+    # The class that names the case has it in its folder. A subclass of the user's need not.
+    kind = next(each for each in type(options).__mro__ if "name" in vars(each))
+    module = f"{kind.__module__.rpartition('.')[0]}.case".removeprefix(".")
+    try:
+        make = importlib.import_module(module).make
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cases: {kind.__name__} of {kind.__module__}: cannot import make of {module}: "
+            f"{error}{place(error)}; write {module} with a function make(options, run)"
+        ) from error
+    return make(options, run)
+
+
+def from_class(path: str) -> Dynamism:
+    """Makes a case of the user's own class, `python:package.module:Class`."""
+    case = find_own("dynamism.cases", path)()
+    _check(case, f"dynamism.cases {path!r}")
+    return case
+
+
+def _check(case: object, where: str) -> None:
+    """Raises ConfigError if an object is no case."""
+    methods = [name for name, x in vars(Dynamism).items() if callable(x) and name[0] != "_"]
+    missing = [name for name in methods if not callable(getattr(case, name, None))]
+    flags = ("announces", "divides_parameters", "wants_samples")
+    missing += [name for name in flags if not hasattr(case, name)]
+    missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
+    if missing:
+        raise ConfigError(
+            f"{where}: has no {missing[0]}; inherit from dynmo.Dynamism, give it a name and write "
+            "act"
+        )

@@ -18,7 +18,7 @@ from dynmo.errors import ConfigError, NoRoomError, PartitionError
 from dynmo.models.model import Model
 from dynmo.pipeline.assembly import check_own_rules, first_partition
 from dynmo.pipeline.case import Dynamism
-from dynmo.pipeline.case_registry import make_cases
+from dynmo.pipeline.cases import make_cases
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.shape_costs import known_costs, meta_layers, recompute_for, replica_of

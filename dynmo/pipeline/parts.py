@@ -30,8 +30,7 @@ from dynmo.pipeline.assembly import (
 )
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
-from dynmo.pipeline.case_registry import make_cases
-from dynmo.pipeline.cases import Cases, agree_on_cases
+from dynmo.pipeline.cases import Cases, agree_on_cases, make_cases
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems

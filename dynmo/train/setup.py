@@ -23,7 +23,7 @@ from dynmo.elastic.launcher.environment import prepare_cuda
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.options import find_own, value_text
-from dynmo.pipeline.case_registry import from_class
+from dynmo.pipeline.cases import from_class
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -156,7 +156,7 @@ def _shapes_of(config: Config) -> Model:
 def own_cases(config: Config) -> list[Dynamism]:
     """Makes the dynamic cases of the user's own classes that a config names."""
     own = [case for case in config.dynamism.cases if case.startswith("python:")]
-    return [from_class(case.removeprefix("python:")) for case in own]
+    return [from_class(case) for case in own]
 
 
 def plan_run(config: Config) -> RunPlan:

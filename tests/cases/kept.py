@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dynmo.config import Config
 from dynmo.pipeline.case import Dynamism
-from dynmo.pipeline.case_registry import make_cases
+from dynmo.pipeline.cases import make_cases
 from dynmo.train.setup import own_cases
 
 

@@ -17,8 +17,7 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Change, Dynamism, Signals, checked, named
 from dynmo.pipeline.case_options import RunFacts
-from dynmo.pipeline.case_registry import from_class, make_cases
-from dynmo.pipeline.cases import Cases
+from dynmo.pipeline.cases import Cases, from_class, make_cases
 from dynmo.runtime.engine.batch_check import StepBatch
 from tests.cases.kept import cases_of
 from tests.cases.own_case import LayerDrop
@@ -125,17 +124,20 @@ def broken() -> None:
     ("path", "part"),
     [
         ("no_such_module:X", "cannot import no_such_module"),
-        ("tests.cases.own_case:Layerdrop", "tests.cases.own_case has no class Layerdrop"),
+        (
+            "tests.cases.own_case:Layerdrop",
+            "tests.cases.own_case has no function Layerdrop",
+        ),
         (HERE + "Nameless", "has no check"),
         (HERE + "broken", "raised RuntimeError: no such thing (test_case.py:"),
-        ("dynmo:Dynamism", "has no act"),
+        ("dynmo:Dynamism", "raised TypeError"),
     ],
 )
 def test_class_that_is_not_a_case_is_refused(path: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
-        from_class(path)
+        from_class(f"python:{path}")
     assert part in str(error.value)
-    assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
+    assert str(error.value).startswith(f"dynamism.cases 'python:{path}'")
 
 
 def test_the_result_of_act_is_checked() -> None:
