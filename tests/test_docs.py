@@ -94,6 +94,14 @@ def test_links_have_targets(path: Path) -> None:
             assert anchor in headings(file), f"{_name(path)} links to {target}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_named_files_exist(path: Path) -> None:
+    packages = "|".join(each.parent.name for each in (ROOT / "dynmo").glob("*/__init__.py"))
+    pattern = rf"`((?:benchmarks|docs|dynmo|examples|tests|{packages})/[\w/]*(?:\.\w+|/))`"
+    for name in re.findall(pattern, path.read_text()):
+        assert "NAME" in name or (ROOT / name).exists() or (ROOT / "dynmo" / name).exists(), name
+
+
 def headings(path: Path) -> set[str]:
     """The headings' anchors as GitHub names them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
