@@ -21,7 +21,7 @@ from dynmo.config import Config, parse
 from dynmo.elastic.managers import parks
 from dynmo.events import Event, StepResult, to_json
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.joining import come_back
+from dynmo.train.run import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.runtime.fake_time import emulated_time

@@ -275,7 +275,7 @@ def _join(config: Config, options: TrainOptions, may_start: bool) -> int | None:
         return None
     with described_errors(None):
         from dynmo.elastic.newcomer import RunGone
-        from dynmo.train.joining import join_run
+        from dynmo.train.run import join_run
 
         try:
             return _show(config, options, lambda listen: join_run(folder, listen))
@@ -291,7 +291,7 @@ def _local_newcomer(options: TrainOptions) -> int:
 
     def run() -> int:
         from dynmo.config import load
-        from dynmo.train.joining import join_run
+        from dynmo.train.run import join_run
 
         config = load(options.config)
         return _show(config, options, lambda listen: join_run(folder, listen))

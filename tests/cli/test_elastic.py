@@ -77,19 +77,21 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 
 @pytest.mark.matrix
 def test_first_process_leaves_and_the_record_goes_on(work: Path, pool: Pool) -> None:
-    """The terminal shows the next rank 0, and its last lines are those of the run."""
+    """A newcomer becomes rank 0. The terminal shows it, and its last lines are those of the run."""
     (work / "apart.py").write_text(FIRST_APART)
     case = ("dynamism.cases=['python:apart:Apart']", "metrics.to=['csv']", "checkpoint.every=4")
-    shapes = sets("[[2, 2, 1], [4, 3, 1]]", *case, ranks=3, steps=8)
+    case = (*case, "train.eval_every=2", "checkpoint.keep_best=true", "checkpoint.keep=9")
+    shapes = sets("[[2, 3, 1], [5, 2, 1], [6, 3, 1]]", *case, ranks=1, steps=8)
     env = {"PYTHONPATH": str(ROOT)}
     done = end(train(work, "--json", name="left", sets=shapes, env=env))
     assert done.status == 0, done.err
     said = json.loads(done.out)
     assert (said["name"], said["steps"], said["left"]) == ("left", 8, False)
     assert said["weights_digest"] == digest(work, "left") == alone(pool, work, 8)
-    repack, grow = (of_kind(work, "left", kind)[0] for kind in ("repack", "grow"))
-    assert not {*repack["left"]} & {*grow["joined"]}
-    assert "rank 0 has left after step 2" in done.err
+    (repack,), grows = of_kind(work, "left", "repack"), of_kind(work, "left", "grow")
+    assert [len(grow["joined"]) for grow in grows] == [2, 1]
+    assert repack["left"][0].startswith("first:")
+    assert "rank 0 has left after step 5" in done.err
     assert done.err.index("went on with 2 of 3 ranks") < done.err.index("left 8/8")
     rows = (work / "runs/left/numbers.csv").read_text().splitlines()[1:]
     assert [row.partition(",")[0] for row in rows] == [str(step) for step in range(8)]
@@ -103,6 +105,11 @@ def test_first_process_leaves_and_the_record_goes_on(work: Path, pool: Pool) -> 
         check=True,
     )
     assert "went on with 2 of 3 ranks" in report.stdout
+    end_of_run = of_kind(work, "left", "end")[0]
+    assert end_of_run["gpu_seconds_returned"] > 0
+    manifest = json.loads((work / "runs/left/checkpoints/step-000008/manifest.json").read_text())
+    losses = [event["loss"] for event in of_kind(work, "left", "eval")]
+    assert f'"loss": {min(losses)}' in json.dumps(manifest)
     shutil.rmtree(work / "runs/left/checkpoints/step-000008")
     again = end(train(work, "--resume", name="left", sets=shapes, env=env))
     assert again.status == 0, again.err

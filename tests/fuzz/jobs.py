@@ -18,7 +18,7 @@ from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.joining import come_back
+from dynmo.train.run import come_back
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.equality import decay_groups

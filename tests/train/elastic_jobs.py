@@ -13,7 +13,7 @@ from dynmo.elastic.place import own_place
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state import migration
-from dynmo.train.joining import come_back
+from dynmo.train.run import come_back
 from dynmo.train.trainer import Trainer
 from tests.jobs import model_of, parsed, train_elastic
 
