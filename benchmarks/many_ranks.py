@@ -23,6 +23,7 @@ python -m benchmarks.many_ranks
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +49,8 @@ from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.readings import Readings as LayerReadings
 from dynmo.cost.readings import Times
+from dynmo.elastic.manager import own_place
 from dynmo.elastic.newcomer import NewcomerState
-from dynmo.elastic.place import own_place
 from dynmo.plan.decide import decide
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.options import Elastic
@@ -323,7 +324,7 @@ def of_threads(mesh: Mesh) -> dict[str, Taken]:
         "gather readings for speeds": gather_readings,
         "compare digests": lambda world: weights_digest(mesh.layer_store(world)),
         "say where ranks run": lambda world: share_texts(
-            world, own_place(world.everyone.rank).to_text(), "where all ranks run"
+            world, json.dumps(vars(own_place(world.everyone.rank))), "where all ranks run"
         ),
     }
     with Crowd(mesh) as crowd, mock.patch("dynmo.runtime.comm.world.FEW", 1):

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynmo.elastic.manager import Report
-from dynmo.elastic.place import RankPlace
+from dynmo.elastic.manager import RankPlace, Report
 from dynmo.files import write_whole
 
 # Errors of a store that is lost, damaged or full.

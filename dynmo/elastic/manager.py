@@ -1,4 +1,4 @@
-"""The protocols of resource managers: start ranks, give ranks back, watch both.
+"""Where ranks run, and the protocols of what starts them, gives them back and watches both.
 
 A `Manager` is rank 0's side. Its calls come between two steps, and none waits for the manager.
 Longer work runs beside the training, and its end is a report.
@@ -12,14 +12,53 @@ Ray. Each `RankProcess` says how it goes on.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from dynmo.elastic.place import RankPlace
-
 Kind = Literal["released", "started", "failed"]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The process of one rank.
+
+    Attributes:
+        node: The resource manager's name of the machine or the pod. The default is `host`.
+        process: The launcher's number of this process. None if no launcher of dynmo's started it.
+        stays: Whether the run keeps this machine to the last, because its store ends with it.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    node: str = ""
+    process: int | None = None
+    stays: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.pid}"
+
+
+def own_node() -> str:
+    named = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME")
+    return named or socket.gethostname()
+
+
+def own_place(rank: int) -> RankPlace:
+    process, node = os.environ.get("DYNMO_PROCESS", ""), own_node()
+    number = int(process) if process.isdigit() else None
+    # dynmo's launcher serves the store. Elsewhere rank 0 does, or torchrun's agent beside it.
+    launcher = os.environ.get("DYNMO_LAUNCHER_NODE")
+    stays = rank == 0 if launcher is None else node == launcher
+    return RankPlace(rank, socket.gethostname(), os.getpid(), node, number, stays)
+
+
+def count_text(count: int) -> str:
+    return f"{count} more rank{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)

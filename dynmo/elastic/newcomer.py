@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.elastic.place import RankPlace, own_place
+from dynmo.elastic.manager import RankPlace, own_place
 from dynmo.errors import ConfigError, DynmoError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.models.identity import Identity, identity_from
 from dynmo.runtime.comm.meeting import Meeting

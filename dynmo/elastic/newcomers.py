@@ -16,9 +16,9 @@ from pathlib import Path
 from weakref import ref
 
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
+from dynmo.elastic.manager import RankPlace, count_text, own_node
 from dynmo.elastic.managers import make_manager
 from dynmo.elastic.newcomer import MOST, genuine, newcomer_from
-from dynmo.elastic.place import RankPlace, count_text, own_node
 from dynmo.errors import ConfigError, RunError
 from dynmo.events import Event, FaultEvent, ReleaseEvent
 from dynmo.models.identity import Identity, first_of

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from dynmo.elastic.manager import RankPlace, count_text, own_place
 from dynmo.elastic.newcomer import NewcomerState
 from dynmo.elastic.newcomers import Handover, Newcomers
-from dynmo.elastic.place import RankPlace, count_text, own_place, place_from
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
 from dynmo.models.identity import Identity
@@ -241,8 +241,9 @@ class Elasticity:
 
     def _places(self) -> list[RankPlace]:
         world = self._everyone
-        text = own_place(world.rank).to_text()
-        return [*map(place_from, share_texts(world, text, "where all ranks run"))]
+        own = json.dumps(asdict(own_place(world.rank)))
+        told = share_texts(world, own, "where all ranks run")
+        return [RankPlace(**json.loads(text)) for text in told]
 
     # -- acting ------------------------------------------------------------------------------------
 

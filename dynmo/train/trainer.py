@@ -16,7 +16,7 @@ from typing import Any
 
 from dynmo import Loader, Pipeline, StepResult
 from dynmo.config import Config, with_options
-from dynmo.elastic.place import own_node
+from dynmo.elastic.manager import own_node
 from dynmo.errors import InputError, RunError
 from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model

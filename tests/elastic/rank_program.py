@@ -17,8 +17,7 @@ from pathlib import Path
 
 from dynmo.elastic.launch import FolderStore, LauncherManager
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
-from dynmo.elastic.manager import Report
-from dynmo.elastic.place import RankPlace
+from dynmo.elastic.manager import RankPlace, Report
 from dynmo.errors import DynmoError, RunError
 
 LIMIT = 40.0

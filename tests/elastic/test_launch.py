@@ -8,8 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dynmo.elastic.launch import FolderStore, LauncherManager, Messages
-from dynmo.elastic.manager import Report
-from dynmo.elastic.place import RankPlace
+from dynmo.elastic.manager import RankPlace, Report
 from dynmo.runtime.comm.signed_store import SignedStore
 
 LEAVING = [RankPlace(2, "host", 7, "host", 2)]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dynmo.elastic import newcomer, newcomers
+from dynmo.elastic.manager import RankPlace
 from dynmo.elastic.newcomer import Newcomer, newcomer_from, newcomer_text
 from dynmo.elastic.newcomers import Handover, Newcomers
-from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.events import FaultEvent
 from dynmo.models.identity import Identity

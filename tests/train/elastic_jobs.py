@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from dynmo.elastic.manager import own_place
 from dynmo.elastic.newcomer import Newcomer, newcomer_text
-from dynmo.elastic.place import own_place
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state import migration

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from dynmo.elastic.place import own_node
+from dynmo.elastic.manager import own_node
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
 # first launch may wait until the device is idle, which such a receive prevents. Streams that share

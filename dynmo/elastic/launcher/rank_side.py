@@ -16,8 +16,8 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from dynmo.elastic.launcher.failure import Failure
+from dynmo.elastic.manager import own_node
 from dynmo.elastic.managers.local import STOP_SIGNALS
-from dynmo.elastic.place import own_node
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 from dynmo.files import write_whole
 

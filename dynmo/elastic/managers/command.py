@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from dynmo.elastic.manager import RankPlace
 from dynmo.elastic.managers.threaded import ThreadedManager, ending, shorten
-from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, RunError
 
 # A command that starts ranks must not pass these on, because they name a rank of this run.

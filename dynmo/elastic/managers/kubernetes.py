@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dynmo.elastic.manager import RankPlace
 from dynmo.elastic.managers.threaded import ThreadedManager, shorten
-from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError, RunError, not_installed
 
 # Seconds for one answer of the API server, and between two looks at the job.

@@ -13,10 +13,9 @@ from unittest import mock
 from dynmo.elastic.launch import FolderStore, LauncherManager
 from dynmo.elastic.launcher import supervisor
 from dynmo.elastic.launcher.rank_side import report_failure
-from dynmo.elastic.manager import Kind, RankCommand, RankProcess, Report
+from dynmo.elastic.manager import Kind, RankCommand, RankPlace, RankProcess, Report
 from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
-from dynmo.elastic.place import RankPlace
 
 Steps = Generator[None, None, "int | None"]
 Script = Callable[["EmulatedProcess"], Steps]

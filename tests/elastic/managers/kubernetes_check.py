@@ -32,8 +32,8 @@ from unittest import mock
 import pytest
 import yaml
 
+from dynmo.elastic.manager import RankPlace
 from dynmo.elastic.managers.kubernetes import KubernetesManager
-from dynmo.elastic.place import RankPlace
 from tests.cli.runs import free_port
 from tests.elastic.managers.test_command import wait_for
 from tests.processes import end_all, wait_until

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo.elastic.manager import Manager, Report
+from dynmo.elastic.manager import Manager, RankPlace, Report
 from dynmo.elastic.managers.command import CommandManager
-from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError
 from tests.processes import wait_until
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from dynmo.elastic.manager import Manager, Report
+from dynmo.elastic.manager import Manager, RankPlace, Report
 from dynmo.elastic.managers import kubernetes
 from dynmo.elastic.managers.kubernetes import KubernetesManager
-from dynmo.elastic.place import RankPlace
 from dynmo.errors import ConfigError
 from tests.cli.runs import free_port
 from tests.elastic.managers.test_command import wait_for

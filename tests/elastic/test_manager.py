@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo.elastic.place import own_place, place_from
+from dynmo.elastic.manager import own_place
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,3 @@ def test_machine_of_the_store_stays(
     if launcher is not None:
         monkeypatch.setenv("DYNMO_LAUNCHER_NODE", launcher)
     assert [own_place(rank).stays for rank in range(2)] == stays
-
-
-def test_place_is_read_back() -> None:
-    assert place_from(own_place(3).to_text()) == own_place(3)
