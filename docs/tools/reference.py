@@ -11,7 +11,6 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -26,7 +25,7 @@ from dynmo.config import Config
 from dynmo.counterparts import COUNTERPARTS
 from dynmo.options import LARGEST, Options, section_in, value_text
 from dynmo.plan.balancers import BALANCERS
-from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.schedule.catalogue import AUTO, SCHEDULES
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PAGES = [
@@ -175,23 +174,20 @@ def options_table(name: str) -> str:
 
 def _option_row(option: Any) -> tuple[str, str]:
     text: str = " ".join((option.help or "").split())
-    for key, words in (("balance.balancer", BALANCERS), ("pipeline.schedule", SCHEDULES)):
+    for key, words in (
+        ("balance.balancer", BALANCERS),
+        ("pipeline.schedule", [*SCHEDULES, AUTO]),
+        ("pipeline.schedule", SCHEDULES),
+    ):
         text = text.replace(f"One of {', '.join(words)}", f"A value of `{key}`")
     if option.default not in (None, []) and not option.is_flag:
-        default = getattr(option.default, "value", option.default)
-        text = f"{text.removesuffix('.')} (default: {default})."
+        text = f"{text.removesuffix('.')} (default: {option.default})."
     names: str = " / ".join([*option.opts, *option.secondary_opts])
     if option.param_type_name == "argument":
         names = option.metavar or option.name.upper()
     elif not option.is_flag:
-        names += f" {_placeholder(option)}"
+        names += f" {option.metavar}"
     return f"`{names}`", text
-
-
-def _placeholder(option: Any) -> str:
-    if isinstance(option.default, Enum):
-        return "|".join(str(choice.value) for choice in type(option.default))
-    return option.metavar or "VALUE"
 
 
 # -- Python ----------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from dynmo.cli.console import progress
-from dynmo.cli.options import command
+from dynmo.cli.options import CommandOptions, command
+from dynmo.cli.output import progress
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import ConfigError, InputError
 
@@ -24,36 +23,17 @@ _logger = logging.getLogger(__name__)
 checkpoint = typer.Typer()
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """The options of `dynmo checkpoint export`."""
-
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help="A run, such as runs/NAME, its folder of checkpoints, or one of them (step-N).",
-            show_default=False,
-        ),
-    ]
-    folder: Annotated[
-        Path,
-        typer.Argument(help="The folder that transformers will load.", show_default=False),
-    ]
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="The folder that the model was loaded from (default: model.path of the run).",
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="Type of the weights, such as bfloat16."),
-    ] = None
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Make adapters a part of the weights, as peft does.")
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+class ExportOptions(CommandOptions):
+    run: Path
+    """A run, such as runs/NAME, its folder of checkpoints, or one of them (step-N)."""
+    folder: Path
+    """The folder that transformers will load."""
+    model: Path | None = None
+    """The folder that the model was loaded from (default: model.path of the run)."""
+    dtype: str | None = None
+    """Type of the weights, such as bfloat16."""
+    merge: bool = False
+    """Make adapters a part of the weights, as peft does."""
 
 
 @checkpoint.command("export")
@@ -74,13 +54,13 @@ def export(options: ExportOptions) -> None:
         _logger.warning(f"{problem}; {path.name} is exported")
     model = _model(options, path, manifest.layers)
     _import_forms(path, model.layers)
-    with progress(f"exporting {path.name}") as listen:
+    with progress(f"exporting {path.name}") as show:
         done = export_checkpoint(
             path,
             model,
             options.folder,
             dtype,
-            lambda layers: listen(layers, model.layers),
+            lambda layer: show(layer, model.layers),
             merge=options.merge,
         )
     if options.as_json:

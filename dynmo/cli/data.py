@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from dynmo.cli.console import console_for_tables, progress
-from dynmo.cli.options import command
+from dynmo.cli.options import OfRun, command
+from dynmo.cli.output import console_for_tables, progress
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
+from dynmo.options import Count
 
 if TYPE_CHECKING:
     from dynmo.train.look_ahead import DataView
@@ -25,26 +24,13 @@ _BAR = 40
 _LETTERS = 1200
 
 
-@dataclass(frozen=True)
-class DataCommandOptions:
-    """The options of `dynmo data`."""
-
-    config: Annotated[
-        Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)
-    ]
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tokens to this file.")
-    ] = None
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes that tokenise (default: one a core).")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The numbers on stdout, as one JSON object.")
-    ] = False
+class DataCommandOptions(OfRun):
+    out: Path | None = None
+    """Write the tokens to this file."""
+    workers: Count | None = None
+    """Processes that tokenise (default: one a core)."""
+    force: bool = False
+    """Replace a file that is there."""
 
 
 @command
@@ -54,8 +40,6 @@ def data(options: DataCommandOptions) -> None:
     import_from_working_folder()
     config = load(options.config, options.set_ or [])
     workers = options.workers or os.cpu_count() or 1
-    if options.workers is not None and options.workers < 1:
-        raise InputError(f"--workers {options.workers}: at least 1 is needed")
     _check_out(options)
 
     from dynmo.train.look_ahead import tokenise, view_of

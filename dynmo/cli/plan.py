@@ -1,41 +1,113 @@
 """`dynmo plan` finds the placement and the schedule for measured costs.
 
-It also shows their time and memory, and those of other choices.
+It plans one pipeline, searches a mesh of `--gpus`, or compares 1 to all ranks (`--fewest-ranks`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dynmo.cli import mesh
-from dynmo.cli import ranks as fewest
-from dynmo.cli.compiling import compilation_told
-from dynmo.cli.console import print_table
-from dynmo.cli.options import command
-from dynmo.cli.plan_options import PlanOptions
-from dynmo.cli.plan_output import (
-    cells,
-    change,
-    figures,
-    limit_text,
-    plan_json,
-    plus,
-    print_export,
-    print_picture,
-    show_size,
-    show_time,
-    waiting,
-)
+from pydantic import BeforeValidator, Field
+
+from dynmo.cli import plan_text as text
+from dynmo.cli.options import CommandOptions, command, like
+from dynmo.cli.output import compilation_told
+from dynmo.cli.placement_formats import FORMATS
 from dynmo.cli.rank_process import import_from_working_folder
-from dynmo.schedule.catalogue import AUTO
+from dynmo.errors import InputError
+from dynmo.options import Count, MemoryLimit, NonNegative, Positive, parse_bytes
+from dynmo.plan.options import Balance, Balancer
+from dynmo.plan.partition import Cost
+from dynmo.plan.problem import Allowed, Problem, RecomputeMode, Work
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import AUTO, SHAPES, ScheduleName
 
 if TYPE_CHECKING:
     from dynmo.cost.costs_file import Profile
-    from dynmo.plan.alternatives import Alternative
+    from dynmo.plan.alternatives import Alternative, RankRow, RankTable
     from dynmo.plan.evaluate import Plan
+
+
+def _rate(value: str) -> float:
+    with suppress(ValueError):
+        return float(value)
+    return float(parse_bytes(value))
+
+
+class PlanOptions(CommandOptions):
+    costs: Path | None = None
+    """Costs of the layers (dynmo profile writes them), or a run's folder. Needed."""
+    ranks: Count | None = None
+    """Pipeline ranks (default: as measured)."""
+    microbatches: Count | None = None
+    """Microbatches of a step (default: as measured)."""
+    gpus: Count | None = None
+    """Instead: search pipeline x replicas on N GPUs (with --global-batch)."""
+    global_batch: Count | None = None
+    """Sequences of a step, over all replicas."""
+    micro_batch: tuple[Count, ...] = ()
+    """Sizes of microbatches to search, such as 1,2,4 (default: near the measured one)."""
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: optimizer state divided over the replicas."""
+    bandwidth: Annotated[float, BeforeValidator(_rate), Field(gt=0)] | None = None
+    """Bytes per second between replicas, such as 25e9 or 40GiB (default: the slowest
+    measured link)."""
+    balancer: Balancer = like(Balance, "balancer")
+    schedule: ScheduleName | None = None
+    """Order of F, B and W on each rank (default: as measured, or zb-auto)."""
+    chunks: Count | None = None
+    """Stages per rank (default: the schedule's own)."""
+    memory_limit: MemoryLimit = None
+    """Most memory of a rank: bytes, or "40GiB". One for all, or "24GiB,16GiB"."""
+    speeds: tuple[Positive, ...] | None = None
+    """Speed of each rank, such as 1,0.5 (default: all are 1)."""
+    recompute: RecomputeMode = "none"
+    """Layers that run F again in B to save memory: none, auto (as few as must) or all."""
+    objective: Objective = Objective.SPAN
+    """Time to keep short: span, or makespan if the optimizer is a barrier."""
+    cost: Cost = like(Balance, "cost")
+    fewest_ranks: NonNegative | None = None
+    """Instead: compare 1 to all ranks, and find the fewest on which a step takes at most this
+    share longer than on all."""
+    alternatives: bool = True
+    """Show what other choices would give."""
+    megatron: bool = False
+    """Show the placement as Megatron's layout."""
+    torchtitan: bool = False
+    """Show it as torchtitan's module lists."""
+    deepspeed: bool = False
+    """Show it as DeepSpeed's parts."""
+
+    def _problems(self) -> Iterator[str]:
+        given = self.model_fields_set
+        if self.costs is None:
+            yield (
+                "--costs is missing: a file of costs (dynmo profile writes one), or a run's folder"
+            )
+        if self.gpus is None:
+            for key in sorted(given & {"global_batch", "micro_batch", "zero", "bandwidth"}):
+                option = key.replace("_", "-")
+                yield f"--{option} goes with --gpus, which searches the mesh; add --gpus N"
+        elif self.global_batch is None:
+            yield "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
+        single = {"cost", "speeds", *["memory_limit"] * isinstance(self.memory_limit, tuple)}
+        searches = {"gpus": {"ranks", "microbatches"} | single, "fewest_ranks": {*FORMATS} | single}
+        for search, excluded in searches.items():
+            for key in sorted(excluded & given) if search in given else ():
+                options = f"--{key} and --{search}".replace("_", "-")
+                yield f"{options} exclude each other; leave one of the two out"
+
+    @property
+    def exports(self) -> list[str]:
+        """The trainers in whose form the plan is wanted."""
+        return [name for name in FORMATS if getattr(self, name)]
 
 
 @command
@@ -44,37 +116,63 @@ def plan(options: PlanOptions) -> None:
     from dynmo.cost.costs_file import read
 
     import_from_working_folder()
-    costs, tolerance = options.costs_path(), options.fewest_ranks
-    if tolerance is not None:
-        fewest.check_tolerance(tolerance)
-        if costs.suffix == ".toml":
-            fewest.run_workload(costs, tolerance, options.as_json)
-            return
-    profile = read(costs)
-    options.check_combination()
-    if tolerance is not None:
-        fewest.run(*fewest.asked(options, profile), tolerance, options.as_json)
+    assert options.costs is not None
+    if options.fewest_ranks is not None and options.costs.suffix == ".toml":
+        _needed_by_workload(options.costs, options.fewest_ranks, options.as_json)
+        return
+    profile = read(options.costs)
+    if options.fewest_ranks is not None:
+        _compare_ranks(options, profile, options.fewest_ranks)
     elif options.gpus is not None:
-        mesh.run(*mesh.asked(options, profile), options.as_json, options.exports())
+        _search_mesh(options, profile)
     else:
         _plan_pipeline(options, profile)
 
 
+def _asked(options: PlanOptions, profile: Profile) -> tuple[Problem, Allowed]:
+    """Returns what is known, and the meshes that a search may choose.
+
+    Without `--gpus` they are those of one pipeline with microbatches of the measured size. Sums
+    over replicas take no time if no link was measured.
+    """
+    work = Work(options.objective, chunks=options.chunks, zero=options.zero, cost=options.cost)
+    links = (link.bytes_per_second for _, link in profile.links)
+    bandwidth = options.bandwidth or min(links, default=math.inf)
+    problem = Problem(profile, work, options.memory_limit, options.speeds, bandwidth)
+    gpus, batch, sizes = options.gpus, options.global_batch, options.micro_batch
+    schedule = options.schedule
+    if gpus is None or batch is None:
+        gpus = options.ranks or profile.ranks
+        microbatches = options.microbatches or profile.microbatches
+        if gpus is None or microbatches is None:
+            missing = "ranks" if gpus is None else "microbatches"
+            raise InputError(f"--{missing} is missing, and the costs file does not say it either")
+        batch, sizes = problem.size * microbatches, (problem.size,)
+        schedule = schedule or profile.schedule or "zb-auto"
+    schedules = SHAPES if schedule == AUTO else () if schedule is None else (schedule,)
+    return problem, Allowed(
+        gpus,
+        batch,
+        sizes,
+        schedules,
+        balancer=options.balancer,
+        recompute=options.recompute,
+    )
+
+
+# -- one pipeline ----------------------------------------------------------------------------------
+
+
 def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
-    """Plans one pipeline of given ranks and microbatches, and prints the plan."""
     from dynmo.plan.alternatives import alternatives, choose_schedule, plan_or_suggest
     from dynmo.plan.evaluate import Replica
-    from dynmo.plan.problem import Allowed, Problem, Work
 
-    ranks, microbatches = options.pipeline(profile)
-    work = Work(options.objective, chunks=options.chunks, cost=options.cost)
-    limits, speeds = options.memory_limits(ranks), options.rank_speeds(ranks)
-    problem = Problem(profile, work, limits, speeds)
-    mesh = problem.mesh(ranks, microbatches, options.schedule_of(profile))
-    balancer, recompute = options.balancer or "exact", options.recompute
-    allowed = Allowed(ranks, mesh.global_batch, balancer=balancer, recompute=recompute)
+    problem, allowed = _asked(options, profile)
+    ranks, microbatches = allowed.gpus, allowed.batch // problem.size
+    is_auto = allowed.schedules == SHAPES
+    mesh = problem.mesh(ranks, microbatches, AUTO if is_auto else allowed.schedules[0])
     began, shapes = time.perf_counter(), list["Alternative"]()
-    if mesh.schedule == AUTO:
+    if is_auto:
         best, shapes = choose_schedule(problem, mesh, allowed)
     else:
         if ranks <= len(profile.layers):
@@ -83,136 +181,197 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
     seconds = time.perf_counter() - began
     others = dict[str, list["Alternative"]]()
     if options.alternatives:
-        with waiting(options.as_json):
+        with text.waiting(options.as_json):
             others = alternatives(best, allowed)
     if options.as_json:
-        record = plan_json(best, balancer, seconds)
-        lists = {kind: [_alternative(x, best) for x in found] for kind, found in others.items()}
-        record["alternatives"] = lists
+        record = _plan_json(best, options.balancer, seconds)
+        record["alternatives"] = {
+            kind: [_alternative(x, best) for x in found] for kind, found in others.items()
+        }
         if shapes:
             record["shapes"] = [_alternative(shape, best) for shape in shapes]
-        print(json.dumps(record, allow_nan=False))
+        _print_json(record)
         return
-    print(
-        f"{best.mesh.schedule} by {balancer}: {len(best.layers)} layers, {ranks} ranks, "
-        f"{best.mesh.microbatches} microbatches{limit_text(limits)}\n"
-    )
-    print_picture(best)
-    print()
-    _print_facts([*_facts(best), ("planned in", show_time(seconds), "")])
-    _print_alternatives(best, others)
-    for name in options.exports():
-        print_export(name, best)
-    _print_shapes(best, shapes)
+    text.print_plan(best, options.balancer, seconds)
+    text.print_alternatives(best, others)
+    for name in options.exports:
+        text.print_export(name, best)
+    text.print_shapes(best, shapes)
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    print(json.dumps(record, allow_nan=False))
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    """Returns the keys that the plan and each of its alternatives have."""
+    times = ("span", "makespan", "bubble_ratio", "idle_ratio")
+    return {
+        "partition": plan.partition.counts,
+        **{key: getattr(plan.timeline, key) for key in times},
+        "imbalance": plan.imbalance,
+        "memory": plan.memory,
+        "recompute": sorted(plan.recomputed),
+    }
+
+
+def _plan_json(plan: Plan, balancer: str, seconds: float) -> dict[str, Any]:
+    """Returns a plan as JSON, in seconds and bytes. A move is [layer, from rank, to rank]."""
+    mesh, problem = plan.mesh, plan.problem
+    more = ("stage_cost", "lower_bound", "moves", "moved_bytes")
+    return {
+        "schedule": mesh.schedule,
+        "balancer": balancer,
+        "ranks": mesh.pipeline,
+        "microbatches": mesh.microbatches,
+        "objective": str(problem.work.objective),
+        **_figures(plan),
+        "placement": plan.stage_ranks,
+        **{key: getattr(plan, key) for key in more},
+        "memory_limit": problem.memory_limit,
+        "speeds": problem.speeds,
+        "seconds": seconds,
+        "words": {name: text.exported(name, plan) for name in FORMATS},
+    }
 
 
 def _alternative(other: Alternative, plan: Plan) -> dict[str, Any]:
-    """Returns a choice as JSON.
-
-    `gain` is the share of the plan's step time that it would save.
-    """
+    """Returns a choice as JSON. `gain` is the share of the plan's step time that it would save."""
     if other.plan is None:
         return {"choice": other.choice, "problem": other.problem}
-    return {"choice": other.choice, "gain": _gain(other.plan, plan)} | figures(other.plan)
+    return {"choice": other.choice, "gain": text.gain(other.plan, plan)} | _figures(other.plan)
 
 
-def _gain(other: Plan, plan: Plan) -> float:
-    return 1 - other.step / plan.step if plan.step else 0.0
+# -- a mesh ----------------------------------------------------------------------------------------
 
 
-# -- text ------------------------------------------------------------------------------------------
+def _search_mesh(options: PlanOptions, profile: Profile) -> None:
+    from dynmo.plan.best import search
+
+    problem, allowed = _asked(options, profile)
+    began = time.perf_counter()
+    with text.waiting(options.as_json, "meshes ..."):
+        found = search(problem, allowed)
+    seconds, best = time.perf_counter() - began, found.plans[0]
+    if not options.as_json:
+        text.print_meshes(allowed, found)
+        for name in options.exports:
+            text.print_export(name, best)
+        print(f"searched in {text.show_time(seconds)}")
+        return
+    candidates = [_mesh_json(plan, options.balancer) for plan in found.plans]
+    bandwidth = problem.bandwidth
+    more = {
+        "alternatives": {},
+        "gpus": allowed.gpus,
+        "global_batch": allowed.batch,
+        "zero": options.zero,
+        "bandwidth": bandwidth if math.isfinite(bandwidth) else None,
+        "mesh": candidates[0],
+        "candidates": candidates,
+        "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in found.refused],
+        "slower": found.slower,
+    }
+    _print_json(_plan_json(best, options.balancer, seconds) | more)
 
 
-def _print_shapes(plan: Plan, shapes: Sequence[Alternative]) -> None:
-    """Prints which schedule "auto" chose, and how the others did."""
-    if shapes:
-        print(f"\nauto chose {plan.mesh.schedule}: {show_time(plan.step)}")
-    for shape in shapes:
-        if shape.plan is None:
-            print(f"  {shape.choice}: {shape.problem}")
-        elif shape.plan is not plan:
-            longer = change(shape.plan.step, plan.step)
-            print(f"  {shape.choice}: {show_time(shape.plan.step)} ({longer})")
+def _mesh_json(plan: Plan, balancer: str) -> dict[str, Any]:
+    """Returns a mesh as JSON. `step_seconds` includes the `exposed` seconds of reductions."""
+    rate = plan.samples_per_second
+    return {
+        **vars(plan.mesh),
+        "balancer": balancer,
+        "step_seconds": plan.seconds,
+        "exposed": plan.exposed,
+        "samples_per_second": rate if math.isfinite(rate) else None,
+        **_figures(plan),
+    }
 
 
-_TITLES = {
-    "balancers": "other balancers",
-    "schedules": "other schedules",
-    "microbatches": "other microbatches, same global batch",
-    "ranks": "other numbers of ranks",
-}
+# -- every number of ranks -------------------------------------------------------------------------
 
 
-def _print_alternatives(plan: Plan, others: dict[str, list[Alternative]]) -> None:
-    for kind, choices in others.items():
-        if choices:
-            print()
-            print_table([_row(other, plan, kind) for other in choices], _TITLES[kind])
-            for other in choices:
-                if other.plan is None:
-                    print(f"  {other.choice}: {other.problem}")
-    if others:
-        print(f"\n{_advice(plan, others['schedules'])}")
+def _compare_ranks(options: PlanOptions, profile: Profile, share: float) -> None:
+    from dynmo.plan.alternatives import rank_table
+
+    # Sizes of microbatches are compared, so the measured one must have a number.
+    profile = replace(profile, microbatch=profile.microbatch or 1)
+    problem, allowed = _asked(options, profile)
+    if options.gpus is None:
+        problem, allowed = _like_run(problem, allowed, options)
+    began = time.perf_counter()
+    with text.waiting(options.as_json, "ranks ..."):
+        table = rank_table(problem, allowed, share, retune=len(allowed.sizes) == 1)
+    seconds = time.perf_counter() - began
+    if options.as_json:
+        record = {
+            "fewest_ranks": table.fewest,
+            "limit_seconds": table.limit_seconds,
+            "full_seconds": table.full_seconds,
+            "global_batch": allowed.batch,
+            "memory_limit": problem.memory_limit,
+            "ranks": [_row_json(row, table) for row in table.rows],
+            "seconds": seconds,
+        }
+        _print_json(record)
+    else:
+        text.print_ranks(problem, allowed, table, seconds)
 
 
-def _row(other: Alternative, plan: Plan, kind: str) -> dict[str, str]:
-    if other.plan is None:
-        return {"": str(other.choice), "layers": "not possible"}
-    row = {"": str(other.choice)} | cells(other.plan, "against this", plan)
-    if kind == "ranks":
-        row["rank-seconds"] = show_time(other.plan.step * other.plan.mesh.pipeline)
-    return row
+def _like_run(problem: Problem, allowed: Allowed, options: PlanOptions) -> tuple[Problem, Allowed]:
+    """Returns the same with the ranks, replicas and batch of a run's folder.
+
+    Other costs are those of one pipeline.
+    """
+    from dynmo.config import load
+    from dynmo.plan.partition import accumulation_problem
+
+    assert options.costs is not None
+    path = options.costs / "config.toml"
+    if not path.is_file() or options.microbatches is not None:
+        return problem, replace(allowed, replicas=(1,))
+    config = load(path)
+    groups, batch = config.options.accumulation_groups, config.all_microbatches
+    fits = [n for n in range(1, batch + 1) if not accumulation_problem(groups, n, batch)]
+    replicas = (config.parallel.replicas,) if config.parallel.expert > 1 else tuple(fits)
+    work = replace(problem.work, accumulation_groups=groups, zero=config.parallel.zero)
+    return replace(problem, work=work), replace(
+        allowed,
+        gpus=options.ranks or config.parallel.pipeline * config.parallel.replicas,
+        batch=config.train.global_batch,
+        replicas=replicas,
+    )
 
 
-def _advice(plan: Plan, schedules: Sequence[Alternative]) -> str:
-    """Returns the best schedule with its step time, and the saving over the plan's or the next."""
-    others = [other.plan for other in schedules if other.plan is not None]  # the fastest first
-    best, next_best = (others[0], plan) if others and _saves(others[0], plan) else (plan, None)
-    if next_best is None and others and _saves(plan, others[0]):
-        next_best = others[0]
-    line = f"{best.mesh.schedule}: {show_time(best.step)}"
-    if next_best is not None:
-        saved = 100 * _gain(best, next_best)
-        line += f", {saved:.0f} % less than {next_best.mesh.schedule}"
-    if max(best.memory) > max(plan.memory):
-        line += f", with {show_size(max(best.memory))} instead of {show_size(max(plan.memory))}"
-    return line
+def _row_json(row: RankRow, table: RankTable) -> dict[str, Any]:
+    out: dict[str, Any] = {"ranks": row.ranks}
+    if row.plan is None:
+        out["problem"] = row.problem
+    else:
+        plan, rate = row.plan, row.plan.samples_per_second / row.ranks
+        out |= vars(plan.mesh) | _figures(plan)
+        out |= {
+            "step_seconds": plan.seconds,
+            "speed": text.speed(plan, table),
+            "samples_per_second_per_rank": rate if math.isfinite(rate) else None,
+        }
+    if row.retuned is not None:
+        size = row.retuned.mesh.micro_batch
+        out["best_micro_batch"] = {"micro_batch": size, "step_seconds": row.retuned.seconds}
+    return out
 
 
-def _saves(best: Plan, other: Plan) -> bool:
-    return _gain(best, other) >= 0.005
+def _needed_by_workload(path: Path, share: float, as_json: bool) -> None:
+    """Prints how many ranks a workload with changing costs needs, and when."""
+    from dynmo.plan.replay import ranks_needed
+    from dynmo.plan.workload import read
 
-
-def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Yields what the plan is like: a word, a number, and what it means."""
-    timeline, problem, limits = plan.timeline, plan.problem, plan.replica.limits
-    makespan = f"{show_time(timeline.makespan)} with an optimizer barrier"
-    yield "step", show_time(timeline.span), makespan
-    gap = 1 - plan.lower_bound / plan.step if plan.step else 0.0
-    of = f"of the {problem.work.objective}, for this placement; gap {gap:.2%}"
-    yield "lower bound", show_time(plan.lower_bound), of
-    yield "bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle"
-    longest = f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch"
-    yield "imbalance", f"{plan.imbalance:.3f}", longest
-    if any(plan.memory):
-        shares = [x / (limits[rank] if limits else 1) for rank, x in enumerate(plan.memory)]
-        rank = shares.index(max(shares))  # the fullest
-        where = f"on rank {rank}"
-        if limits is not None:
-            where += f", {shares[rank]:.0%} of the limit of {show_size(limits[rank])}"
-        yield "memory", show_size(plan.memory[rank]), where
-    if problem.speeds is not None:
-        yield "speeds", ", ".join(f"{each:g}" for each in problem.speeds), "of the ranks"
-    if plan.recomputed:
-        names = [problem.profile.names[i] for i in sorted(plan.recomputed)]
-        yield "recomputed", str(len(names)), ", ".join(names)
-    current = plan.replica.current.counts
-    since = "recorded" if problem.profile.partition == current else "even"
-    size = show_size(plan.moved_bytes)
-    yield "moves", str(len(plan.moves)), f"{size} from the {since} placement {plus(current)}"
-
-
-def _print_facts(facts: Sequence[tuple[str, str, str]]) -> None:
-    first, second = (max(len(fact[column]) for fact in facts) for column in (0, 1))
-    for word, number, meaning in facts:
-        print(f" {word:<{first}}  {number:>{second}}  {meaning}".rstrip())
+    workload = read(path)
+    began = time.perf_counter()
+    with text.waiting(as_json, "ranks ..."):
+        needed = ranks_needed(workload, share)
+    seconds = time.perf_counter() - began
+    if as_json:
+        _print_json(text.needed_json(needed) | {"seconds": seconds})
+    else:
+        text.print_needed(needed, workload.ranks)

@@ -9,16 +9,14 @@ import json
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from dynmo.cli.compiling import compilation_told
-from dynmo.cli.console import print_table, progress
-from dynmo.cli.options import command
+from dynmo.cli.options import OfRun, command
+from dynmo.cli.output import compilation_told, print_table, progress
 from dynmo.cli.rank_process import (
     check_input,
     described_errors,
@@ -31,6 +29,7 @@ from dynmo.cli.rank_process import (
     with_known_steps,
 )
 from dynmo.errors import InputError, RunError
+from dynmo.options import Count
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -47,25 +46,11 @@ _SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The options of `dynmo profile`."""
-
-    config: Annotated[
-        Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)
-    ]
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
-    ] = None
-    steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps to measure, after one that warms up.")
-    ] = 8
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The costs file (default: NAME-costs.json).")
-    ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The file's content on stdout, one JSON object.")
-    ] = False
+class ProfileOptions(OfRun):
+    steps: Count = 8
+    """Steps to measure, after one that warms up."""
+    out: Path | None = None
+    """The costs file (default: NAME-costs.json)."""
 
 
 @command
@@ -80,10 +65,8 @@ def profile(options: ProfileOptions) -> None:
     from dynmo.runtime.comm.rendezvous import from_environment
 
     config = with_known_steps(load(options.config, options.set_ or []), options.as_json)
-    if options.steps < 1:
-        raise InputError(f"--steps {options.steps}: at least 1 is needed")
     out = options.out or Path(f"{config.name}-costs.json")
-    options = replace(options, out=out)
+    options = options.model_copy(update={"out": out})
     rendezvous = from_environment()
     if rendezvous is None:
         check_input(config)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dynmo.cli.options import command
-from dynmo.cli.plot import check_plot, save_plot
+from dynmo.cli.options import CommandOptions, command
+from dynmo.cli.output import check_plot, console_for_tables, save_plot
 from dynmo.errors import InputError
 from dynmo.event_log import read
 from dynmo.events import to_json
@@ -21,23 +19,12 @@ if TYPE_CHECKING:
     from dynmo.report.summary import Summary
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """The options of `dynmo report`."""
-
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, such as runs/demo-balanced.", show_default=False),
-    ]
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw the inherent bubble and other idle time by step (.svg, .png, .pdf; needs "
-            "the extra plot).",
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+class ReportOptions(CommandOptions):
+    runs: list[Path]
+    """Run folders, such as runs/demo-balanced."""
+    plot: Path | None = None
+    """Draw the inherent bubble and other idle time by step (.svg, .png, .pdf; needs the extra
+    plot)."""
 
 
 @command
@@ -45,8 +32,7 @@ def report(options: ReportOptions) -> None:
     from dynmo.report.comparison import aligned, differences, verdict
 
     folders = options.runs
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_plot(options.plot)
     summaries = aligned([_summary(folder) for folder in folders])
     runs = [(folder.resolve().name, run) for folder, run in zip(folders, summaries, strict=True)]
     if options.plot is not None:
@@ -110,7 +96,6 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
 
 
 def _print_run(summary: Summary) -> None:
-    from dynmo.cli.console import console_for_tables
     from dynmo.report.summary_text import event_lines, overview, phase_table
 
     print(overview(summary))
@@ -120,7 +105,6 @@ def _print_run(summary: Summary) -> None:
 
 
 def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> None:
-    from dynmo.cli.console import console_for_tables
     from dynmo.report.comparison import comparison_table, conclusion, difference_line, noise
 
     console_for_tables().print(comparison_table(runs))

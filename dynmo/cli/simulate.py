@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dynmo.cli import ranks
-from dynmo.cli.compiling import compilation_told
-from dynmo.cli.console import print_table
-from dynmo.cli.options import command
-from dynmo.cli.plot import check_plot, save_plot
+from dynmo.cli.options import CommandOptions, command
+from dynmo.cli.output import check_plot, compilation_told, print_table, save_plot
+from dynmo.cli.plan_text import needed_json, print_needed
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
+from dynmo.options import NonNegative
 
 if TYPE_CHECKING:
     from dynmo.plan.replay import ReplayResult
@@ -27,33 +24,14 @@ _ROWS, _COLUMNS = 12, 72
 _OF_WORKLOAD = ("name", "steps", "ranks", "replicas", "microbatches", "schedule", "objective")
 
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    """The options of `dynmo simulate`."""
-
-    workload: Annotated[
-        Path,
-        typer.Argument(
-            help="The workload and the policy, as TOML. Or decisions.jsonl of a run.",
-            show_default=False,
-        ),
-    ]
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs the extra plot)."
-        ),
-    ] = None
-    fewest_ranks: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            min=0.0,
-            help="Also find the fewest ranks at each moment. A step may take longer than the "
-            "first by this share.",
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+class SimulateOptions(CommandOptions):
+    workload: Path
+    """The workload and the policy, as TOML. Or decisions.jsonl of a run."""
+    plot: Path | None = None
+    """Draw the step times (.svg, .png, .pdf; needs the extra plot)."""
+    fewest_ranks: NonNegative | None = None
+    """Also find the fewest ranks at each moment. A step may take longer than the first by this
+    share."""
 
 
 @command
@@ -67,11 +45,8 @@ def simulate(options: SimulateOptions) -> None:
     from dynmo.plan.workload import read
 
     tolerance, plot = options.fewest_ranks, options.plot
-    if tolerance is not None:
-        ranks.check_tolerance(tolerance)
     workload = read(options.workload)
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     began = time.perf_counter()
     result = replay(workload)
     needed = () if tolerance is None else ranks_needed(workload, tolerance)
@@ -80,11 +55,11 @@ def simulate(options: SimulateOptions) -> None:
         _plot(result, plot)
     record = to_json(result, seconds)
     if options.as_json:
-        print(json.dumps(record | ranks.needed_json(needed), allow_nan=False))
+        print(json.dumps(record | needed_json(needed), allow_nan=False))
         return
     _print_text(result, record)
     if needed:
-        ranks.print_needed(needed, workload.ranks)
+        print_needed(needed, workload.ranks)
 
 
 # -- JSON ------------------------------------------------------------------------------------------

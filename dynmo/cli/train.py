@@ -12,16 +12,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dynmo.cli.compiling import compilation_told
-from dynmo.cli.options import command
+from dynmo.cli.options import OfRun, command
+from dynmo.cli.output import compilation_told, console_for_tables
 from dynmo.cli.rank_process import (
     check_input,
     described_errors,
@@ -57,28 +56,17 @@ class Launcher(StrEnum):
     ray = "ray"
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """The options of `dynmo train`."""
-
-    config: Annotated[Path, typer.Argument(help="The run, as TOML.", show_default=False)]
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
-    ] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of runs/NAME.")
-    ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace runs/NAME.")] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print plan and memory; train nothing.")
-    ] = False
-    launcher: Annotated[
-        Launcher | None, typer.Option("--launcher", help="Who starts the ranks (default: local).")
-    ] = None
-    join: Annotated[
-        bool, typer.Option("--join", help="Become a rank of runs/NAME while it trains.")
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
+class TrainOptions(OfRun):
+    resume: bool = False
+    """Go on from the newest checkpoint of runs/NAME."""
+    overwrite: bool = False
+    """Replace runs/NAME."""
+    dry_run: bool = False
+    """Print plan and memory; train nothing."""
+    launcher: Launcher | None = None
+    """Who starts the ranks (default: local)."""
+    join: bool = False
+    """Become a rank of runs/NAME while it trains."""
 
     def check_combination(self, may_start: bool) -> None:
         """Checks that no option excludes another one."""
@@ -242,7 +230,6 @@ def _show(
 
 
 def _print_summary(folder: Path, has_trained: bool) -> None:
-    from dynmo.cli.console import console_for_tables
     from dynmo.event_log import read
     from dynmo.report.summary import summarize
     from dynmo.report.summary_text import event_lines, phase_table
@@ -313,7 +300,6 @@ def _dry_run(config: Config, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plan.to_json()))
         return
-    from dynmo.cli.console import console_for_tables
 
     console_for_tables().print(plan.table())
     for line in (*plan.shape_lines(), *plan.block_lines()):

@@ -29,12 +29,13 @@ else:
 BalancerName: TypeAlias = Literal["none", "uniform", "exact", "diffusion"]
 BALANCERS: tuple[BalancerName, ...] = get_args(BalancerName)
 OWN_BALANCER = "python:package.module:NAME"
+Balancer: TypeAlias = BalancerName | Annotated[str, written(OWN, OWN_BALANCER)]
 
 
 class Balance(Options):
     """Decides where layers live: by which algorithm, by which cost and how often."""
 
-    balancer: BalancerName | Annotated[str, written(OWN, OWN_BALANCER)] = "exact"
+    balancer: Balancer = "exact"
     """Algorithm that places the layers, or your own: `python:package.module:NAME`."""
     cost: Literal["time", "parameters"] = "time"
     """Cost of a layer: its measured seconds, or its number of parameters."""

@@ -150,7 +150,7 @@ def test_broken_sample_is_named_or_left_out(folder: Path, dynmo: Run, broken: st
     [
         (["--out", "missing/rows.parquet"], "there is no folder missing"),
         (["--out", "rows.jsonl"], "exists; choose another name, or give --force"),
-        (["--workers", "0"], "at least 1 is needed"),
+        (["--workers", "0"], "--workers 0: must be greater than or equal to 1"),
         (["--set", "data.source='jsonl:none'"], "cannot be read"),
     ],
 )

@@ -39,8 +39,6 @@ def test_help_and_version(dynmo: Run) -> None:
         (("--colour",), ["--colour"]),
         ((*SCHEDULE, 8, "--microbatch", 3), ["--microbatch ", "--microbatches"]),
         (("schedule", "--schedule"), ["--schedule"]),
-        ((*SCHEDULE, "many"), ["--microbatches"]),
-        ((*SCHEDULE, 8, *UNIT, "--objective", "speed"), ["--objective"]),
         ((*SCHEDULE, 8, *UNIT, "extra"), ["extra"]),
         (("report",), ["runs"]),
     ],

@@ -148,7 +148,7 @@ def test_memory_limit_may_be_met_exactly(run: Run) -> None:
     [
         ((*asked("zb-h2"), *UNIT, "--memory-limit", 4), ["rank 0 is 7", "limit of 4", "zb-auto"]),
         ((*asked(), *UNIT, "--memory-limit", "nan"), ["--memory-limit nan"]),
-        ((*asked(), *UNIT, "--memory-limit", -1), ["--memory-limit -1.0"]),
+        ((*asked(), *UNIT, "--memory-limit", -1), ["--memory-limit -1"]),
         ((*asked(), *UNIT, "--chunks", 2), ["zb-h1", "2", "chunks"]),
         ((*asked(ranks=0), *UNIT), ["--ranks 0"]),
         ((*asked(microbatches=-3), *UNIT), ["--microbatches -3"]),
@@ -156,7 +156,7 @@ def test_memory_limit_may_be_met_exactly(run: Run) -> None:
         ((*asked("interleaved-1f1b", 3, 7), *UNIT), ["7 microbatches", "3 ranks", "6 or 9"]),
         ((*asked(), "--tf", 1, "--tb", 1), ["--tw is missing", "none of them"]),
         ((*asked(), "--tw", 1), ["--tf is missing"]),
-        ((*asked(), *UNIT, "--tcomm", -1), ["--tcomm -1.0"]),
+        ((*asked(), *UNIT, "--tcomm", -1), ["--tcomm -1"]),
         ((*asked(), "--tf", 1, "--tb", "inf", "--tw", 1), ["--tb inf"]),
         ((*asked(), "--tf", 1e308, "--tb", 1, "--tw", 1), ["the times"]),
         ((*asked(), *UNIT, "--w-memory", 1.5), ["--w-memory 1.5"]),
@@ -164,10 +164,12 @@ def test_memory_limit_may_be_met_exactly(run: Run) -> None:
         ((*asked(), *UNIT, "--w-memory", "nan"), ["--w-memory nan"]),
         ((*asked(), *UNIT, "--costs", "x.json"), ["--tf", "--costs"]),
         ((*asked(), "--costs", "x.json", "--tcomm", 1), ["--tcomm", "--costs"]),
-        ((*asked(), "--costs", "x.json", "--w-memory", 2), ["--w-memory 2.0"]),
+        ((*asked(), "--costs", "x.json", "--w-memory", 2), ["--w-memory 2"]),
         ((*asked(), "--costs", "none/x.json"), ["none/x.json"]),
         ((*asked("zb-h1", 3, 4), *UNIT, "--exact", 0), ["--exact 0"]),
         (("schedule", "--ranks", 4), ["--schedule"]),
+        (asked(microbatches="many"), ["--microbatches many", "integer"]),
+        ((*asked(), *UNIT, "--objective", "speed"), ["--objective speed", "'makespan'"]),
     ],
 )
 def test_wrong_input_is_refused(

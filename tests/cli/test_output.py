@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from numba import njit
 
-from dynmo.cli.compiling import compilation_told
+from dynmo.cli.output import compilation_told
 
 
 def test_compilation_message_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
