@@ -107,7 +107,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 def _listed(field: FieldInfo, value: Any) -> Any:
     kinds = _kinds(field.annotation)
-    if tuple not in map(get_origin, kinds):
+    if not any(get_origin(kind) is tuple for kind in kinds):
         return value
     return value.split(",") if len(kinds) == 1 or "," in value else value
 
