@@ -28,7 +28,7 @@ from dynmo.files import write_whole
 from dynmo.pipeline.options import Backend, WorldOptions
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
-from dynmo.runtime.comm.store import open_next_store, rendezvous_record
+from dynmo.runtime.comm.store import open_store, rendezvous_record
 
 _logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def init(
         )
     else:
         world = Meeting.join(
-            open_next_store(found, timeout),
+            open_store(found, timeout),
             found.rank,
             found.size,
             device=device,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import WaitTimeout
 from dynmo.runtime.comm.headers import (
     LEAD,
     TAG_HEADERS,
@@ -139,20 +138,13 @@ class Inbox:
                 if self._poster.error is not None:
                     raise self._poster.error from None
                 if time.perf_counter() >= end:
-                    raise self._late() from None
+                    raise self._world.late([self._world.rank], "its own receives") from None
         if self._awaits_header:
             return posted
         self._open -= 1
         # Post before the wait, so that the work is done while the message is on its way.
         self._post(self._window())
         return posted
-
-    def _late(self) -> WaitTimeout:
-        world, me = self._world, self._world.rank
-        return WaitTimeout(
-            f"{world.describe_rank(me)} waited {world.timeout:g} s for its own receives",
-            [world.global_rank(me)],
-        )
 
     def _land(self, microbatch: int) -> tuple[Tensor, ...]:
         buffers, works = self._next_posted()

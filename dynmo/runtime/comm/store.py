@@ -34,29 +34,38 @@ _POLL = 0.05
 LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
 _LENGTH = 4
-# The launcher's store by its place, and the number of worlds that this process has met in before.
+# The store of each place, and the number of worlds that this process has met in before.
 _opened: dict[Rendezvous, tuple[SignedStore, int]] = {}
-# The token of the run that meets at a place.
-_tokens: dict[Rendezvous, bytes] = {}
 # Name of the file with the token of ranks that torchrun started on one machine.
 _TOKEN_FILE = "dynmo-token-"
 
 
-def open_store(rendezvous: Rendezvous | None, timeout: float) -> SignedStore:
+def open_store(rendezvous: Rendezvous, timeout: float) -> SignedStore:
     """Opens the key-value store through which the ranks of `rendezvous` meet.
 
+    It stays open, since rank 0 may serve it. The same processes may open it again, all of them
+    equally often, and then get another part of it.
+
     Raises:
-        RunError: `rendezvous` is None, or no store can be made.
+        RunError: No store can be made.
         WaitTimeout: The store of rank 0 does not answer.
     """
-    if rendezvous is None:
-        raise RunError(
-            "this process was started alone, in no world of ranks: start it with torchrun, or "
-            "take a world of one rank, "
-            "`from_environment() or ALONE` (dynmo.runtime.comm.rendezvous)"
-        )
     if rendezvous == ALONE:
         return SignedStore(dist.HashStore())
+    if rendezvous not in _opened:
+        _opened[rendezvous] = _open(rendezvous, timeout), 0
+        return _opened[rendezvous][0]
+    store, number = _opened[rendezvous]
+    _opened[rendezvous] = store, number + 1
+    store.set_timeout(timedelta(seconds=timeout))
+    return store.within(_world(number + 1))
+
+
+def _world(number: int) -> str:
+    return f"world/{number}"
+
+
+def _open(rendezvous: Rendezvous, timeout: float) -> SignedStore:
     if rendezvous.folder is not None:
         store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
         store.set_timeout(timedelta(seconds=timeout))
@@ -80,8 +89,8 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> SignedStore:
     # torchrun's store outlives the ranks that it restarts. Their keys must not be read again.
     attempt = dist.PrefixStore(_attempt(), store)
     is_local = rendezvous.loopback or rendezvous.local
-    _tokens[rendezvous] = token_of(attempt, rendezvous.rank, is_local, timeout)
-    return SignedStore(store, _tokens[rendezvous]).within(_attempt())
+    token = token_of(attempt, rendezvous.rank, is_local, timeout)
+    return SignedStore(store, token).within(_attempt())
 
 
 def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> bytes:
@@ -128,26 +137,6 @@ def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> by
         ) from None
 
 
-def open_next_store(rendezvous: Rendezvous, timeout: float) -> SignedStore:
-    """Opens a store like `open_store`, for a further world of the same processes.
-
-    The store of torchrun's ranks stays open, since rank 0 may serve it.
-    """
-    if rendezvous == ALONE:
-        return open_store(rendezvous, timeout)
-    if rendezvous not in _opened:
-        _opened[rendezvous] = open_store(rendezvous, timeout), 0
-        return _opened[rendezvous][0]
-    store, number = _opened[rendezvous]
-    _opened[rendezvous] = store, number + 1
-    store.set_timeout(timedelta(seconds=timeout))
-    return store.within(_world(number + 1))
-
-
-def _world(number: int) -> str:
-    return f"world/{number}"
-
-
 def _attempt() -> str:
     return f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -158,7 +147,7 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
     Raises:
         RunError: No other process can reach the store.
     """
-    number = _opened[rendezvous][1] if rendezvous in _opened else 0
+    store, number = _opened.get(rendezvous, (None, 0))
     prefixes = [_world(number)] if number else []
     where: dict[str, Any]
     if rendezvous.folder is not None:
@@ -167,8 +156,8 @@ def rendezvous_record(rendezvous: Rendezvous) -> dict[str, Any]:
         where = read_rendezvous(Path(rendezvous.file))
     elif rendezvous.address is not None:
         where = {"address": rendezvous.address, "port": rendezvous.port}
-        if token := _tokens.get(rendezvous):
-            where["token"] = token.decode()
+        if store is not None and store.token:
+            where["token"] = store.token.decode()
         prefixes = [_attempt(), *prefixes]
     else:
         raise RunError(
