@@ -23,7 +23,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dynmo.elastic.manager import RankPlace
@@ -85,7 +85,7 @@ class KubernetesManager(ThreadedManager):
                 "can raise spec.completions from 1.27 on"
             )
         self._patch(count)
-        self._wait(lambda active, ready, ending: ready >= count, gives_way=True)
+        self._wait(count)
         return f"job {self._name} has {count} pods, {more} of them new"
 
     def _shrink(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> str:
@@ -102,11 +102,7 @@ class KubernetesManager(ThreadedManager):
             self._ask(self._core.delete_namespaced_pod, pod, self._namespace)
         self._patch(count)
         # A pod that ends only after the next growth would count for its old index.
-        self._wait(
-            lambda active, ready, ending: (
-                active <= count and not ending and not self._find_pods(left)
-            )
-        )
+        self._wait(count, left)
         return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
 
     def _connect(self) -> None:
@@ -164,18 +160,22 @@ class KubernetesManager(ThreadedManager):
         pods = {pod.metadata.name: pod.spec.hostname for pod in listed.items}
         return [name for name, host in pods.items() if names & {name, host}]
 
-    def _wait(self, is_done: Callable[[int, int, int], bool], gives_way: bool = False) -> None:
-        """Waits until the job has the wanted pods."""
+    def _wait(self, count: int, left: Sequence[RankPlace] | None = None) -> None:
+        """Waits until the job has so many pods, and until those of the ranks that left are gone."""
         while True:
             status = self._read_job().status
             active = status.active or 0
             # Servers before 1.24 do not count ready pods, and those before 1.29 no ending ones.
             ready = active if status.ready is None else status.ready
             ending = status.terminating or 0
-            if is_done(active, ready, ending):
+            if left is None:
+                is_done = ready >= count
+            else:
+                is_done = active <= count and not ending and not self._find_pods(left)
+            if is_done:
                 return
             is_late = time.monotonic() >= self._deadline
-            if is_late or (gives_way and self._has_more):
+            if is_late or (left is None and self._has_more):
                 see = f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
                 late = f" after {self._timeout:g} s; see {see}"
                 why = late if is_late else "; a newer change goes first"

@@ -180,7 +180,9 @@ def test_loopback_store_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyP
     """Other machines cannot reach 127.x. The address of `localhost` depends on the machine."""
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = free_port()
-    store = open_store(from_environment(environ), 5)
+    place = from_environment(environ)
+    assert place is not None
+    store = open_store(place, 5)
     store.set("a", "b")
     assert listening_addresses(int(environ["MASTER_PORT"])) == ["0100007F"]
     named = from_environment(environ | {"MASTER_ADDR": "localhost"})
