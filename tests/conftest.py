@@ -46,6 +46,7 @@ settings.load_profile("dynmo")
 # Measurements on this machine that are kept for later runs would end up in the user's own files.
 # The pool's ranks inherit this setting too.
 os.environ["DYNMO_CACHE"] = tempfile.mkdtemp(prefix="dynmo-test-cache-")
+os.environ["HF_DATASETS_CACHE"] = os.environ["DYNMO_CACHE"] + "/datasets"
 atexit.register(shutil.rmtree, os.environ["DYNMO_CACHE"], ignore_errors=True)
 
 # A shell's background job ignores Ctrl-C, and so would every run that a test starts from one.

@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -184,39 +182,6 @@ class JsonLines:
         return f"{self._path}:{self._lines[number]}"
 
 
-class Parquet:
-    """The rows of a Parquet file, a group of rows in memory at a time."""
-
-    def __init__(self, name: str) -> None:
-        arrow, parquet = load_module("pyarrow"), load_module("pyarrow.parquet")
-        self._path = Path(name)
-        check_regular(self._path)
-        try:
-            self._file: Any = parquet.ParquetFile(self._path, memory_map=False)
-        except arrow.ArrowException as error:
-            raise ConfigError(f"{name} is no Parquet file: {one_line(str(error))}") from None
-        meta = self._file.metadata
-        sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
-        self._starts = [0, *accumulate(sizes)]
-        # Shuffled records come from all groups.
-        self._group = lru_cache(maxsize=16)(self._file.read_row_group)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, number: int) -> Record:
-        group = bisect_right(self._starts, number) - 1
-        try:
-            row = self._group(group).slice(number - self._starts[group], 1)
-            return without_absent(row.to_pylist()[0])
-        except Exception as error:  # what pyarrow raises for a damaged page, or text not in UTF-8
-            said = one_line(str(error)) or type(error).__name__
-            raise BrokenSampleError(f"{self.place(number)}: cannot be read ({said})") from None
-
-    def place(self, number: int) -> str:
-        return f"{self._path}, row {number + 1}"
-
-
 def load_rows(name: str, streaming: bool = False) -> Any:
     """Loads a dataset of Hugging Face.
 
@@ -226,14 +191,30 @@ def load_rows(name: str, streaming: bool = False) -> Any:
     """
     datasets = load_module("datasets")
     path, _, split = name.removesuffix("]").partition("[")
-    try:
+    with _loading(f'data.source = "hf:{name}"'):
         if Path(path).is_dir() and (Path(path) / "state.json").is_file():
             rows = datasets.load_from_disk(path)
             return rows.to_iterable_dataset() if streaming else rows
         return datasets.load_dataset(path, split=split or "train", streaming=streaming)
+
+
+def _parquet(name: str) -> OwnRecords:
+    """Returns the rows of a file. `datasets` keeps them in its cache, to read them in any order."""
+    check_regular(Path(name))
+    datasets = load_module("datasets")
+    datasets.disable_progress_bars()
+    with _loading(name):
+        return OwnRecords(name, datasets.Dataset.from_parquet(name))
+
+
+@contextmanager
+def _loading(where: str) -> Generator[None]:
+    try:
+        yield
     except Exception as error:  # datasets raises what it wants for files that are damaged
-        said = one_line(str(error)) or type(error).__name__
-        raise ConfigError(f'data.source = "hf:{name}": cannot be loaded: {said}') from None
+        cause = error.__cause__ or error
+        said = one_line(str(cause)) or type(cause).__name__
+        raise ConfigError(f"{where}: cannot be loaded: {said}") from None
 
 
 class OwnRecords:
@@ -278,7 +259,7 @@ def _returned(name: str) -> OwnRecords:
 
 KINDS: dict[str, Callable[[str], Records]] = {
     "jsonl": JsonLines,
-    "parquet": Parquet,
+    "parquet": _parquet,
     "hf": lambda name: OwnRecords(name, load_rows(name)),
     "python": _returned,
 }

@@ -77,21 +77,23 @@ def test_parquet_rows_are_those_of_the_file(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    rows = [{"text": str(number), "turns": [number]} for number in range(10)]
+    def write(rows: list[dict[str, Any]]) -> str:
+        parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=3)
+        return f"parquet:{path}"
+
     path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=3)
-    records = open_records(f"parquet:{path}")
+    rows = [{"text": str(number), "turns": [number]} for number in range(10)]
+    records = open_records(write(rows))
     assert len(records) == 10
     assert [records[at] for at in (9, 0, 3)] == [rows[at] for at in (9, 0, 3)]
-    assert records.place(3) == f"{path}, row 4"
-    content = path.read_bytes()
-    path.write_bytes(content[:4] + b"\xff" * 40 + content[44:])  # a page of the first three rows
-    records = open_records(f"parquet:{path}")
-    with pytest.raises(BrokenSampleError, match=f"{path}, row 2: cannot be read"):
-        records[1]
-    assert records[9] == rows[9]
-    path.write_text("text")
-    with pytest.raises(ConfigError, match="no Parquet file"):
+    assert records.place(3) == f"{path}, item 3"
+    assert open_records(write(rows[5:]))[0] == rows[5], "no cached rows of the earlier file"
+    for content in (path.read_bytes().replace(b"PAR1", b"PAR2"), b"text"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{path}: cannot be loaded: "):
+            open_records(f"parquet:{path}")
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read .No such file"):
         open_records(f"parquet:{path}")
 
 
