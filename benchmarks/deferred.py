@@ -113,7 +113,7 @@ def shares(family: str) -> dict[str, float]:
     for layer in layers:
         layer.warns = True  # has its tape note what it takes
         finish = (lambda out: model.loss(out, ids)) if layer is layers[-1] else None
-        tensors = layer.forward(0, tensors, 0, True, layer.index > 0, finish)
+        tensors = layer.forward(0, tensors, 0, need_input=layer.index > 0, finish=finish)
     gradients: Tensors = (torch.ones(()),)
     for layer in reversed(layers):
         gradients = layer.backward_input(0, gradients, deferred=True)
@@ -244,7 +244,7 @@ def split_backward(layer: Layer, x: Tensor) -> float:
     layer.module.zero_grad()
     x, seconds = x.detach().requires_grad_(x.is_floating_point()), 0.0
     for microbatch in range(MICROBATCHES):
-        (y,) = layer.forward(microbatch, (x,), 0, graph=True, need_input=True, finish=None)
+        (y,) = layer.forward(microbatch, (x,), 0)
         start = time.process_time()
         layer.backward_input(microbatch, (torch.ones_like(y),), deferred=True)
         layer.backward_weight(microbatch)

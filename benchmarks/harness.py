@@ -153,7 +153,7 @@ def time_layer(
     """
     layer.begin()
     layer.marks.clear()
-    layer.forward(0, inputs, 0, True, True, None)
+    layer.forward(0, inputs, 0)
     layer.backward_input(0, gradients, True)
     layer.backward_weight(0)
     seconds = {kind: end - start for kind, start, end, _ in layer.marks}

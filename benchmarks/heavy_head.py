@@ -64,7 +64,7 @@ class Head:
         self._layer.module.zero_grad()
         cut = None if self._pieces is None else partial(self._pieces.cut, targets=self._targets)
         start = time.process_time()
-        (loss,) = self._layer.forward(0, (self._hidden,), 0, True, True, self._loss, cut)
+        (loss,) = self._layer.forward(0, (self._hidden,), 0, finish=self._loss, pieces=cut)
         (self._gradient,) = self._layer.backward_input(0, (torch.ones(()),), deferred=False)
         self._layer.marks.clear()
         self.loss = loss.item()

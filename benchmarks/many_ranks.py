@@ -68,8 +68,8 @@ from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
 from dynmo.runtime.engine.step_reduction import StepReduction
-from dynmo.runtime.state.digest import weights_digest
-from dynmo.runtime.state.reshape import holders, transfers
+from dynmo.runtime.state.exact_state import weights_digest
+from dynmo.runtime.state.migration import holders, transfers
 
 REPLICAS, PROCESSES = (1, 4, 10, 30), (2, 4, 8)
 REQUESTS = 1000

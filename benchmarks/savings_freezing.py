@@ -35,8 +35,8 @@ from benchmarks.savings_pruning import half
 from dynmo.cases.freezing.cache import OutputCache
 from dynmo.cases.freezing.egeria import plasticity, quantised, relations
 from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.stage import FrozenPrefix
 from dynmo.schedule.op import Kind
 
 MICROBATCHES, EVERY, REFRESH = 8, 10, 200
@@ -46,7 +46,7 @@ def step(
     layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
 ) -> dict[str, float]:
     layer.marks.clear()
-    layer.forward(0, (x.requires_grad_(backward),), 0, backward, backward, None)
+    layer.forward(0, (x.requires_grad_(backward),), 0, graph=backward)
     if backward:
         layer.backward_input(0, (gy,), True)
     if trains:

@@ -65,7 +65,7 @@ def layer_side(module: nn.Module, inputs: Tensors) -> Side:
     clock = ThreadClock()
     layer = Layer(0, module, clock, 0)
     inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-    outputs = layer.forward(0, inputs, 0, True, True, None)
+    outputs = layer.forward(0, inputs, 0)
     gradients = tuple(torch.randn_like(y) for y in outputs if y.requires_grad)
     layer.clear()
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from dynmo.jit import jit as jit
     from dynmo.kernels import tiled as tiled
     from dynmo.kernels.grouped_linear import GroupedLinear as GroupedLinear
-    from dynmo.kernels.own_loss import add_loss as add_loss
+    from dynmo.kernels.grouped_linear import exchange_rows as exchange_rows
     from dynmo.kernels.packed_weight import PackedWeight as PackedWeight
-    from dynmo.kernels.row_exchange import exchange_rows as exchange_rows
     from dynmo.kernels.seeds import case_seed as case_seed
     from dynmo.kernels.seeds import seed_forward as seed_forward
     from dynmo.kernels.split import SplitLinear as SplitLinear
     from dynmo.kernels.split import WeightTape as WeightTape
+    from dynmo.kernels.split import add_loss as add_loss
     from dynmo.models import gpt as gpt
     from dynmo.models.group_placement import GroupPlacement as GroupPlacement
     from dynmo.options import Bytes as Bytes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.counts import CountingCase as CountingCase
     from dynmo.pipeline.counts import Counts as Counts
     from dynmo.plan.evaluate import evaluate as evaluate
-    from dynmo.runtime.layer.frozen_prefix import FrozenPrefix as FrozenPrefix
+    from dynmo.runtime.layer.stage import FrozenPrefix as FrozenPrefix
 
 _HOMES = {
     "Bytes": "dynmo.options",
@@ -43,7 +43,7 @@ _HOMES = {
     "Count": "dynmo.options",
     "CountingCase": "dynmo.pipeline.counts",
     "Counts": "dynmo.pipeline.counts",
-    "FrozenPrefix": "dynmo.runtime.layer.frozen_prefix",
+    "FrozenPrefix": "dynmo.runtime.layer.stage",
     "GroupPlacement": "dynmo.models.group_placement",
     "GroupedLinear": "dynmo.kernels.grouped_linear",
     "Listed": "dynmo.options",
@@ -53,10 +53,10 @@ _HOMES = {
     "TokenShares": "dynmo.pipeline.case",
     "WeightTape": "dynmo.kernels.split",
     "Whole": "dynmo.options",
-    "add_loss": "dynmo.kernels.own_loss",
+    "add_loss": "dynmo.kernels.split",
     "case_seed": "dynmo.kernels.seeds",
     "evaluate": "dynmo.plan.evaluate",
-    "exchange_rows": "dynmo.kernels.row_exchange",
+    "exchange_rows": "dynmo.kernels.grouped_linear",
     "gpt": "dynmo.models.gpt",
     "jit": "dynmo.jit",
     "layers_that": "dynmo.pipeline.case",

@@ -29,7 +29,7 @@ from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, entry, stage_ranks_of
 from dynmo.schedule.memory import rank_memory

@@ -42,7 +42,7 @@ from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.options import EngineOptions
 
 # Steps at which the cases of the configuration act.

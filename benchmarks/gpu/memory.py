@@ -35,7 +35,7 @@ from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.memory import rank_memory

@@ -49,7 +49,7 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.sm_slices import cut
+from dynmo.runtime.engine.stage_streams import cut
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule

@@ -27,7 +27,7 @@ from benchmarks.gpu.device import PRECISIONS, Option, Shape, Verdict, main, prog
 from dynmo.config import parse
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.precision import lower
+from dynmo.runtime.optim.precision import lower
 from dynmo.train.setup import model_of
 
 
@@ -66,7 +66,7 @@ def ours(
         for j in range(microbatches):
             tensors = (x.requires_grad_(),)
             for layer in layers:
-                tensors = layer.forward(j, tensors, 0, True, True, None)
+                tensors = layer.forward(j, tensors, 0)
             tensors = (gy,)
             for layer in reversed(layers):
                 tensors = layer.backward_input(j, tensors, deferred=how != "fused")

@@ -15,9 +15,9 @@ from dynmo.huggingface.save import export_of
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.checkpoint_manifest import MANIFEST, CheckpointManifest
+from dynmo.runtime.state.checkpoint import MANIFEST, CheckpointManifest
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
-from dynmo.runtime.state.migration import Contents, fill
+from dynmo.runtime.state.layer_tensors import Contents, fill, fit
 
 # Most bytes of a file of weights, as in transformers.
 _MOST = 50 * 10**9
@@ -104,7 +104,7 @@ def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -
     if model.lora is not None:
         return _adapters(tensors, model.saved)
     forms = checkpoint.load_manifest(path, index).forms
-    tensors = checkpoint.fit(index, model.names[index], module, tensors, forms)
+    tensors = fit(index, model.names[index], module, tensors, forms)
     flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
     optimizer = fill(module, tensors, flags)
     masters = {

@@ -11,15 +11,16 @@ All other weight gradients are computed in B.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
-from dynmo.kernels.products import Products
-from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape, float32_gradients, splits
+from dynmo.kernels.products import Products, SplitEmbedding
+from dynmo.kernels.split import SplitLinear, WeightTape, float32_gradients, splits
 
 # By exact type. A subclass may compute something else in `forward`.
 _REGISTERED: dict[type[nn.Module], type[nn.Module]] = {
@@ -91,6 +92,26 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, CaughtProducts):
         kind = kind.__bases__[1]
     return next((plain for plain, split in _REGISTERED.items() if split is kind), kind)
+
+
+def share_that_waits(module: nn.Module, taken: Collection[Tensor]) -> float | None:
+    """Returns the share of a layer's weights whose gradients have waited for W in a microbatch.
+
+    Those of norms and biases do not count, since they take no time.
+
+    Args:
+        taken: Parameters whose gradients the layer's tape has taken.
+
+    Returns:
+        None if no weight took part, because all tokens have left before.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
+    if not taken and all(p.grad is None or not p.grad.any() for p in trained):
+        return None
+    if not trained or (splits(module) and not isinstance(module, CaughtProducts)):
+        return 1.0  # a class that has opted in need not name its parameters
+    waiting = sum(p.numel() for p in trained if p in taken)
+    return waiting / max(1, sum(p.numel() for p in trained))
 
 
 def _owns_matrix(module: nn.Module) -> bool:

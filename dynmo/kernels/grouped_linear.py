@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -252,3 +252,35 @@ def gradient_parameters(module: nn.Module) -> list[nn.Parameter]:
         for copy in part._copies.values()
     ]
     return [*module.parameters(), *copies]
+
+
+class RowExchange(Protocol):
+    """The ranks that send rows to each other. All of them make the same calls."""
+
+    def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
+        """Send some numbers to each rank, and return those from each, `taken` of them."""
+        ...
+
+    def rows(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Send `sent` rows to each rank, and return `taken` rows of each, in their order."""
+        ...
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
+    ) -> Tensor:
+        ctx.sent, ctx.taken, ctx.exchange = sent, taken, exchange
+        return exchange.rows(rows.detach(), sent, taken)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange.rows(gradients[0].contiguous(), ctx.taken, ctx.sent), None, None, None
+
+
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
+) -> Tensor:
+    """Send rows as `RowExchange.rows` does. The gradients go back the same way."""
+    return cast(Tensor, _Exchange.apply(rows, sent, taken, exchange))

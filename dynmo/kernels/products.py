@@ -28,10 +28,11 @@ from dynmo.kernels.split import (
     LOW,
     View,
     WeightTape,
+    as_rows,
     autograd_may_split,
+    gradient_dtype,
+    may_split,
     note,
-    plain_embedding,
-    split_embedding,
     split_linear,
     zero_gradient,
 )
@@ -242,6 +243,86 @@ def stands_for_grouped_mm(func: Any) -> None:
         return _grouped(tape, x, *given, **named) if isinstance(x, FakeTensor) else None
 
     _RULES[func] = rule
+
+
+# -- embeddings ------------------------------------------------------------------------------------
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding, ctx.tape = weight, padding, tape
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        gy, weight, padding = gradients[0], ctx.weight, ctx.padding
+        if not ctx.tape.takes(weight):
+            gradient = zero_gradient(weight)
+            gradient.index_add_(0, ids.reshape(-1), _rows(ids, gy, padding).to(gradient.dtype))
+            return None, gradient.to(weight.dtype), None, None
+
+        def accumulate() -> None:
+            """Adds up in autograd's order: first the tokens of a microbatch, one by one.
+
+            On other devices than the CPU the sum has no fixed order, and finding equal ids would
+            wait for the device.
+            """
+            flat, gradient = ids.reshape(-1), weight.grad
+            rows = _rows(ids, gy, padding).to(gradient_dtype(weight))
+            if gradient is None:
+                weight.grad = gradient = zero_gradient(weight)
+            elif type(gradient) is Tensor and gradient.is_cpu:
+                flat, places = flat.unique(return_inverse=True)
+                rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
+            gradient.index_add_(0, flat, rows)
+
+        ctx.tape.add(accumulate, ids, gy)
+        return None, None, None, None
+
+
+def _rows(ids: Tensor, gy: Tensor, padding: int | None) -> Tensor:
+    """Return the gradient of each id's row. That of padding is 0."""
+    rows = as_rows(gy)
+    if padding is None:
+        return rows
+    return rows.masked_fill((ids.reshape(-1) == padding).unsqueeze(1), 0)
+
+
+def split_embedding(
+    ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
+) -> Tensor:
+    """Compute functional.embedding, and leave the weight's gradient on the tape.
+
+    Args:
+        padding: The id whose row gets no gradient.
+    """
+    return _EmbeddingFunction.apply(ids, weight, padding, tape)
+
+
+def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:
+    """Return whether `split_embedding` computes the embedding with these settings of torch's."""
+    return max_norm is None and not scale_grad_by_freq and not sparse
+
+
+class SplitEmbedding(nn.Embedding):
+    """nn.Embedding whose weight gradient is all W: it has no B."""
+
+    tape: WeightTape | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (
+            self.tape is None
+            or not plain_embedding(self.max_norm, self.scale_grad_by_freq, self.sparse)
+            or not may_split(self, input.device)
+        ):
+            return super().forward(input)
+        weight = cast(nn.Parameter, self.weight)
+        return split_embedding(input, weight, self.padding_idx, self.tape)
 
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {

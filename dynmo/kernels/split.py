@@ -18,21 +18,16 @@ product is then of the lower precision. Only the sum over microbatches must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from dynmo.kernels.torch_private import (
-    add_each,
     in_functorch,
     reshape_unsafe,
-    run_backward,
     saved_tensors_hooks_in_force,
 )
 
@@ -134,12 +129,13 @@ class WeightTape:
         taking: Whether the tape takes work now. The layer has it do so in its B alone. A backward
             that its F runs (`torch.autograd.grad`) gives gradients as autograd does.
         whole: Parameters that the layer also uses by itself, not through their module
-            (`leaves.py`). Their gradient comes from autograd, all of it in B. Otherwise the order
+            (`graph.py`). Their gradient comes from autograd, all of it in B. Otherwise the order
             of its parts, and so the bits, would depend on where W runs.
+        is_reentrant: Whether B must be all of autograd's backward, as with torch's old checkpoint.
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
         hooks: The hooks on saved tensors under which products are noted. Under others, such as
             those of a checkpoint, a note would keep a tensor that the hooks let go.
-        loss_share: The gradient with which a loss of the layer's own starts (`own_loss.py`). A
+        loss_share: The gradient with which a loss of the layer's own starts (`add_loss`). A
             tensor without dimensions on the layer's device.
     """
 
@@ -150,6 +146,7 @@ class WeightTape:
         self.loss_share = torch.ones(())
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.whole: frozenset[Tensor] = frozenset()
+        self.is_reentrant = False
         self.taken: set[Tensor] | None = None
 
     def __deepcopy__(self, _: object) -> WeightTape:
@@ -312,155 +309,6 @@ def note(
     return y.view_as(y) if x.dim() == 2 else y
 
 
-class Part(NamedTuple):
-    """One layer's part of a graph.
-
-    Attributes:
-        parameters: All that may be leaves of the graph.
-    """
-
-    tape: WeightTape
-    parameters: Sequence[nn.Parameter]
-    products: Sequence[Product]
-
-
-def run_split(
-    roots: tuple[GradientEdge, ...],
-    gradients: tuple[Tensor, ...],
-    inputs: Sequence[Tensor],
-    parts: Sequence[Part],
-) -> Sequence[Tensor | None]:
-    """Run B. The work of the products goes to their tapes.
-
-    Gradients of parameters that no product takes are added up.
-
-    Args:
-        roots: Where the gradients enter the graph.
-        inputs: Leaves whose gradients are returned.
-
-    Returns:
-        A gradient for each input. None where the graph does not reach it.
-    """
-    own, waiting = list[nn.Parameter](), list[tuple[WeightTape, Sequence[Product]]]()
-    for tape, parameters, products in parts:
-        kept, whole = products, tape.whole
-        if whole:
-            kept = [x for x in products if x.weight not in whole]
-        taken = {id(p) for x in kept for p in (x.weight, x.bias)} - set(map(id, whole))
-        own += [p for p in parameters if p.requires_grad and id(p) not in taken]
-        waiting.append((tape, kept))
-    edges = [GradientEdge(x.node, 0, None) for _, products in waiting for x in products]
-    if not (inputs or own or edges):
-        return []
-    found = run_backward(roots, gradients, (*inputs, *own, *edges))
-    count, end = len(inputs), len(found)
-    _add_all(own, found[count : count + len(own)])
-    for tape, products in reversed(waiting):
-        begin = end - len(products)
-        _wait(tape, products, found[begin:end])
-        end = begin
-    return found[:count]
-
-
-def _add_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Add gradients of autograd, as it does itself."""
-    sums, amounts = list[Tensor](), list[Tensor]()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
-        if parameter.grad is not None:
-            sums.append(parameter.grad)
-            amounts.append(gradient)
-        elif gradient.layout is torch.strided:
-            # It may share memory with another gradient.
-            parameter.grad = zero_gradient(parameter).copy_(gradient)
-        else:
-            parameter.grad = gradient.clone()
-    if sums:
-        add_each(sums, amounts)
-
-
-# A kernel of a CPU can add a product to a large sum itself, which saves a pass over it. With so few
-# rows it rounds as if the product had been made before. With more it does not.
-_FEW_ROWS, _LARGE = 128, 1 << 17
-
-
-def adds_at_once(weight: Tensor, x: Tensor) -> bool:
-    """Return whether W adds the product to the gradient within the kernel.
-
-    BW must do the same, so autograd does not compute this gradient.
-    """
-    return (
-        weight.numel() >= _LARGE
-        and min(weight.shape) > 64
-        and x.numel() <= _FEW_ROWS * x.shape[-1]
-        and weight.is_cpu
-        and weight.dtype not in LOW
-    )
-
-
-class _Uses(NamedTuple):
-    """Factors of one weight's gradient in a microbatch, the last first, and those of biases."""
-
-    weight: nn.Parameter
-    factors: list[tuple[Tensor, Tensor]]
-    biases: list[tuple[nn.Parameter, list[Tensor]]]
-
-
-def _wait(
-    tape: WeightTape, products: Sequence[Product], gradients: Sequence[Tensor | None]
-) -> None:
-    """Leave the work of products on the tape."""
-    # By id: the hash of a tensor is slow.
-    uses, biases = dict[int, _Uses](), dict[int, list[Tensor]]()
-    for each, gy in zip(reversed(products), reversed(gradients), strict=True):
-        if gy is None:
-            continue
-        weight, bias, x, version, _, turned = each
-        if x._version != version:
-            raise RuntimeError(
-                "the input of a linear was written to in place before its gradient was computed"
-            )
-        use = uses.get(id(weight))
-        if use is None:
-            use = uses[id(weight)] = _Uses(weight, [], [])
-        x = x.detach()  # its graph would keep the layer's inputs until W has run
-        use.factors.append((x, gy) if turned else (gy, x))
-        if bias is not None and bias.requires_grad and not (tape.whole and bias in tape.whole):
-            if id(bias) not in biases:
-                biases[id(bias)] = several = list[Tensor]()
-                use.biases.append((bias, several))
-            biases[id(bias)].append(gy)
-    for use in uses.values():
-        if tape.taken is not None:
-            tape.taken.update((use.weight, *(bias for bias, _ in use.biases)))
-        tape.add(partial(_add_uses, use), *chain(*use.factors))
-
-
-def _add_uses(use: _Uses) -> None:
-    """Add up gradients as autograd does: those of one microbatch first, the last use before."""
-    weight, total = use.weight, None
-    for a, b in use.factors:
-        left, right = as_rows(a).t(), as_rows(b)
-        if weight.grad is not None and len(use.factors) == 1 and adds_at_once(weight, right):
-            weight.grad.addmm_(left, right)
-        else:
-            amount = torch.mm(left, right)
-            total = amount if total is None else _sum(weight, total, amount)
-    if total is not None:
-        add_to_gradient(weight, total)
-    for bias, gradients in use.biases:
-        total = as_rows(gradients[0]).sum(0)
-        for gy in gradients[1:]:
-            total = _sum(bias, total, as_rows(gy).sum(0))
-        add_to_gradient(bias, total)
-
-
-def _sum(parameter: nn.Parameter, total: Tensor, amount: Tensor) -> Tensor:
-    dtype = gradient_dtype(parameter)
-    return total.to(dtype).add_(amount.to(dtype))
-
-
 def may_split(module: nn.Module, device: torch.device) -> bool:
     """Return whether the tape may compute the module's gradients.
 
@@ -514,78 +362,33 @@ class SplitLinear(nn.Linear):
         return functional.linear(x, weight * mask if trains else weight, bias)
 
 
-class _EmbeddingFunction(torch.autograd.Function):
+# -- a layer's own loss beside the model's, for a router that predicts or balances -----------------
+#
+# Its gradient starts in the layer's own B, so nothing travels between ranks. The gradient has the
+# weight that the model's loss has there (its share of the step, times the loss scale). The loss
+# that a run reports does not include it.
+
+
+class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
-    ) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding, ctx.tape = weight, padding, tape
-        return functional.embedding(ids, weight)
+    def forward(ctx: Any, x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
+        ctx.tape, ctx.dtype = tape, loss.dtype
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
-        (ids,) = ctx.saved_tensors
-        gy, weight, padding = gradients[0], ctx.weight, ctx.padding
-        if not ctx.tape.takes(weight):
-            gradient = zero_gradient(weight)
-            gradient.index_add_(0, ids.reshape(-1), _rows(ids, gy, padding).to(gradient.dtype))
-            return None, gradient.to(weight.dtype), None, None
-
-        def accumulate() -> None:
-            """Adds up in autograd's order: first the tokens of a microbatch, one by one.
-
-            On other devices than the CPU the sum has no fixed order, and finding equal ids would
-            wait for the device.
-            """
-            flat, gradient = ids.reshape(-1), weight.grad
-            rows = _rows(ids, gy, padding).to(gradient_dtype(weight))
-            if gradient is None:
-                weight.grad = gradient = zero_gradient(weight)
-            elif type(gradient) is Tensor and gradient.is_cpu:
-                flat, places = flat.unique(return_inverse=True)
-                rows = rows.new_zeros(len(flat), rows.shape[1]).index_add_(0, places, rows)
-            gradient.index_add_(0, flat, rows)
-
-        ctx.tape.add(accumulate, ids, gy)
-        return None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        share = (
+            torch.ones((), device=gradients[0].device) if ctx.tape is None else ctx.tape.loss_share
+        )
+        return gradients[0], share.to(ctx.dtype), None
 
 
-def _rows(ids: Tensor, gy: Tensor, padding: int | None) -> Tensor:
-    """Return the gradient of each id's row. That of padding is 0."""
-    rows = as_rows(gy)
-    if padding is None:
-        return rows
-    return rows.masked_fill((ids.reshape(-1) == padding).unsqueeze(1), 0)
-
-
-def split_embedding(
-    ids: Tensor, weight: nn.Parameter, padding: int | None, tape: WeightTape
-) -> Tensor:
-    """Compute functional.embedding, and leave the weight's gradient on the tape.
+def add_loss(x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
+    """Return `x`. Its backward also runs the backward of a loss.
 
     Args:
-        padding: The id whose row gets no gradient.
+        x: The layer's output.
+        loss: The mean over a microbatch, a tensor without dimensions.
+        tape: The layer's tape. None means that the model's loss has the weight 1.
     """
-    return _EmbeddingFunction.apply(ids, weight, padding, tape)
-
-
-def plain_embedding(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> bool:
-    """Return whether `split_embedding` computes the embedding with these settings of torch's."""
-    return max_norm is None and not scale_grad_by_freq and not sparse
-
-
-class SplitEmbedding(nn.Embedding):
-    """nn.Embedding whose weight gradient is all W: it has no B."""
-
-    tape: WeightTape | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        if (
-            self.tape is None
-            or not plain_embedding(self.max_norm, self.scale_grad_by_freq, self.sparse)
-            or not may_split(self, input.device)
-        ):
-            return super().forward(input)
-        weight = cast(nn.Parameter, self.weight)
-        return split_embedding(input, weight, self.padding_idx, self.tape)
+    return cast(Tensor, _AddLoss.apply(x, loss, tape))

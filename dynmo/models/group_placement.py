@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from dynmo.errors import PartitionError
-from dynmo.kernels.row_exchange import RowExchange
+from dynmo.kernels.grouped_linear import RowExchange
 
 Holders = tuple[int, ...]
 """Ranks that hold one group, ascending."""

@@ -24,8 +24,7 @@ from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.runtime.state.frozen_weights import Frozen
-from dynmo.runtime.state.migration import Arrival, Migration, exchange
-from dynmo.runtime.state.reshape import holders, transfers
+from dynmo.runtime.state.migration import Arrival, Migration, exchange, holders, transfers
 
 
 class Actions:

@@ -20,8 +20,7 @@ from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.precision import dtype_for
-from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.optim.precision import dtype_for, make_scaler
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import AUTO, SHAPES, chunks_of, shapes_of
 from dynmo.schedule.memory import Limit

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError, RunError
 from dynmo.models.group_placement import GroupPlacement
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
+from dynmo.runtime.layer.stage import FrozenPrefix
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix, PrefixRunner
 from dynmo.runtime.layer.span import Tensors
+from dynmo.runtime.layer.stage import FrozenPrefix, PrefixRunner
 from dynmo.runtime.state.spread_groups import SpreadGroups
 
 

@@ -47,9 +47,9 @@ from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
-from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.optim.trial import Make
-from dynmo.runtime.state.digest import buffers_digest
+from dynmo.runtime.state.exact_state import buffers_digest
 from dynmo.schedule.catalogue import ScheduleName
 
 if TYPE_CHECKING:

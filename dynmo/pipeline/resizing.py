@@ -22,8 +22,7 @@ from dynmo.plan.partition import Layout, Layouts, Move, Partition
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.engine.profiler import measure_links
-from dynmo.runtime.state.migration import Arrival, Migration, exchange
-from dynmo.runtime.state.reshape import Holders, holders, transfers
+from dynmo.runtime.state.migration import Arrival, Holders, Migration, exchange, holders, transfers
 
 
 class ResizeFailed(RunError):

@@ -21,11 +21,10 @@ from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import agree, share_failures
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.modes import evaluating_parts, set_modes
+from dynmo.runtime.layer.census import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.base_weights import from_base
-from dynmo.runtime.state.checkpoint import Saved
-from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
+from dynmo.runtime.state.checkpoint import MANIFEST, Saved
+from dynmo.runtime.state.layer_tensors import fit, from_base
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 class SavedState(BaseModel):
-    """The pipeline's own part of a checkpoint. A damaged manifest of version 1 may have others."""
+    """The pipeline's own part of a checkpoint."""
 
     model_config = ConfigDict(strict=True)
     partition: list[_Count]
@@ -113,7 +112,7 @@ def restore_layer(
     engine.pending.assert_final()
     store = engine.store
     tensors = store.own_part(index, tensors)
-    tensors = checkpoint.fit(index, store.model.names[index], store.modules[index], tensors, forms)
+    tensors = fit(index, store.model.names[index], store.modules[index], tensors, forms)
     store.replace(index, tensors)
     engine.programs.relower()
 
@@ -143,9 +142,6 @@ def find_checkpoint(folder: Path, world: World) -> SavedPipeline:
     All ranks call it together.
     """
     path, manifest, problems = checkpoint.find(folder, world)
-    if manifest.version == UNSEALED:
-        lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
-        problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
     for problem in problems if world.rank == 0 else ():
         _logger.warning(f"{problem}; resuming from {path.name}")
     try:

@@ -23,9 +23,10 @@ from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.buffers import has_same_bits
-from dynmo.runtime.optim.zero import cut_state
+from dynmo.runtime.optim.replicas import cut_state
 from dynmo.runtime.state.exact_state import entries, exact_state
-from dynmo.runtime.state.migration import describe, unpack
+from dynmo.runtime.state.layer_tensors import describe
+from dynmo.runtime.state.migration import unpack
 
 _SECTION = "state"
 
@@ -99,7 +100,7 @@ class WholeModel:
         text = b""
         if own is not None:
             tensors = {(_SECTION, key): tensor for key, tensor in own.items()}
-            text = describe(index, nn.Module(), tensors).text().encode()
+            text = describe(index, nn.Module(), tensors).model_dump_json().encode()
         length = int(everyone.sum(torch.tensor([len(text)]), what))
         table = torch.zeros(length, dtype=torch.uint8)
         if text:

@@ -10,8 +10,8 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.partition import Layouts, RecomputeRule
-from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.parameter_groups import Settings
+from dynmo.runtime.optim.precision import LossScaler
 from dynmo.schedule.memory import Limit
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]

@@ -15,8 +15,8 @@ from dynmo.errors import WaitTimeout
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.stage import FrozenPrefix
 from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
 from tests.gpu.one_rank import trained
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
-from dynmo.runtime.layer.precision import lower
+from dynmo.runtime.optim.precision import lower
 from tests.gpu.one_rank import trained
 
 MODEL = {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32, "dropout": 0.1}

@@ -12,7 +12,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.engine.sm_slices import cut
+from dynmo.runtime.engine.stage_streams import cut
 from dynmo.train.setup import device_for
 from tests.gpu.test_ranks import CONFIG, TRAIN
 from tests.jobs import train

@@ -23,7 +23,7 @@ def test_compiled_layer_equals_the_eager_layer() -> None:
     x, gy = torch.randn(2, 16, 32, requires_grad=True), torch.randn(2, 16, 32)
     results: list[list[torch.Tensor]] = []
     for layer, module in zip(layers, sides, strict=True):
-        (y,) = layer.forward(0, (x,), 0, True, True, None)
+        (y,) = layer.forward(0, (x,), 0)
         (gx,) = layer.backward_input(0, (gy,), deferred=True)
         assert module.down.weight.grad is None, "W comes later"
         layer.backward_weight(0)

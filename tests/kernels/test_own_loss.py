@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.own_loss import add_loss
-from dynmo.kernels.split import WeightTape
+from dynmo.kernels.split import WeightTape, add_loss
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.stage import Stage

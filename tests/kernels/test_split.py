@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.prune import l1_unstructured
 
 from dynmo.kernels.deferral import install
-from dynmo.kernels.leaves import leaves_of
-from dynmo.kernels.split import Part, SplitEmbedding, SplitLinear, WeightTape, run_split
+from dynmo.kernels.graph import Part, leaves_of, run_split
+from dynmo.kernels.products import SplitEmbedding
+from dynmo.kernels.split import SplitLinear, WeightTape
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 2, 3, 5)]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynmo
-from dynmo.runtime.layer.modes import evaluating_parts
+from dynmo.runtime.layer.census import evaluating_parts
 from tests.pipeline import jobs
 
 STEPS, MICROBATCHES = 6, 3

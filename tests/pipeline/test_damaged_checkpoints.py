@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dynmo.runtime.state import checkpoint
 from tests.combinations import mostly_matrix
 from tests.pool import Pool
 
@@ -99,13 +99,12 @@ def _unread_tensors(saved: Saved) -> None:
     shutil.copy(source, saved.layer() / "000.safetensors")
 
 
-def _of_version_1(changes: dict[str, Any], saved: Saved) -> None:
-    """The manifest that version 1 wrote, without its own hash, with another state."""
-    manifest = json.loads(saved.manifest.read_text())
-    del manifest["sha256"]
-    state = {**manifest["state"], **changes}
-    manifest |= {"version": 1, "state": {k: v for k, v in state.items() if v != "missing"}}
-    saved.manifest.write_text(json.dumps(manifest))
+def _with_state(changes: dict[str, Any], saved: Saved) -> None:
+    """A whole manifest with another state."""
+    manifest = checkpoint.read(saved.newest)
+    state = {**manifest.state, **changes}
+    state = {key: value for key, value in state.items() if value != "missing"}
+    saved.manifest.write_text(checkpoint.sealed(manifest.model_copy(update={"state": state})))
 
 
 def _all_flipped(saved: Saved) -> None:
@@ -165,12 +164,12 @@ def _damages() -> dict[str, tuple[Damage, str]]:
         "all flipped": (_all_flipped, REFUSED),
         "no checkpoints": (lambda s: shutil.rmtree(s.folder / "checkpoints"), REFUSED),
         "checkpoints a file": (partial(_replaced, ".", Path.touch), REFUSED),
-        "state partition": (partial(_of_version_1, {"partition": "abc"}), REFUSED),
-        "state layers": (partial(_of_version_1, {"frozen": [99]}), REFUSED),
-        "state cases": (partial(_of_version_1, {"cases": [1]}), REFUSED),
-        "state loss": (partial(_of_version_1, {"loss": "low"}), REFUSED),
-        "state lacks moves": (partial(_of_version_1, {"moves": "missing"}), REFUSED),
-        "state scale": (partial(_of_version_1, {"loss_scale": {"scale": "x"}}), REFUSED),
+        "state partition": (partial(_with_state, {"partition": "abc"}), REFUSED),
+        "state layers": (partial(_with_state, {"frozen": [99]}), REFUSED),
+        "state cases": (partial(_with_state, {"cases": [1]}), REFUSED),
+        "state loss": (partial(_with_state, {"loss": "low"}), REFUSED),
+        "state lacks moves": (partial(_with_state, {"moves": "missing"}), REFUSED),
+        "state scale": (partial(_with_state, {"loss_scale": {"scale": "x"}}), REFUSED),
     }
 
 

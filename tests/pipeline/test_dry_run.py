@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError, NoRoomError, PartitionError
-from dynmo.pipeline.dry_run import RunPlan
+from dynmo.pipeline.dry_run import RunPlan, _first_of
 from dynmo.pipeline.shape_costs import shape_costs
-from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.train.setup import model_of, plan_run
 from tests.runtime.alone import pipeline, run_step
 
@@ -190,6 +191,15 @@ def test_recompute_auto_is_used_if_memory_is_short() -> None:
     assert not _limited(max(kept.memory), recompute="auto").recompute
     with pytest.raises(PartitionError, match="rank 0 needs"):
         _limited(min(recomputed.memory) // 2, recompute="auto")
+
+
+def test_schedule_that_comes_closest_to_the_limit_is_planned() -> None:
+    given = parse(TINY | {"pipeline": {"schedule": "auto"}})
+    made, plans = plan_run(given), dict[str, RunPlan]()
+    for place, name in enumerate(given.options.first_shapes(4)):
+        plans[name] = replace(made, schedule=name, memory=(2, 9 - place), limit=1)
+    closest = _first_of(given.options, model_of(given), plans.__getitem__)
+    assert (len(plans) > 1, closest.memory) == (True, (2, 10 - len(plans)))
 
 
 def test_emulated_layers_do_not_sleep() -> None:

@@ -531,6 +531,10 @@ def test_checkpoint_is_loaded_while_a_step_is_not_final(world: dynmo.World, tmp_
     assert [(result.step, result.loss) for result in results] == [(1, wanted)]
 
 
+def test_layers_recompute_without_a_memory_limit(world: dynmo.World) -> None:
+    assert make(world, recompute="all")._engine.store.layout.recomputed == {0, 1, 2, 3}
+
+
 def test_learning_rate_follows_the_steps(world: dynmo.World) -> None:
     rule = dynmo.LearningRate(warmup=2, decay="linear", min_lr_ratio=0.0)
     pipeline = make(world, optimizer=dynmo.AdamW(lr=0.1), learning_rate=rule, steps=5)

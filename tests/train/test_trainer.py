@@ -114,30 +114,6 @@ def test_damaged_checkpoint_is_skipped(pool: Pool, ended: tuple[Path, Any]) -> N
     assert [e.step for e in read(log) if isinstance(e, StepResult)] == [*range(9), 6, 7, 8]
 
 
-def test_checkpoint_of_an_earlier_version_loads(pool: Pool, ended: tuple[Path, Any]) -> None:
-    """The manifest has no hash of its own. The run warns and loads the checkpoint."""
-    folder, whole = ended
-    shutil.rmtree(folder / "checkpoints/step-000009")
-    file = folder / "checkpoints/step-000006/manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest.pop("sha256", None)
-    file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
-    given = {"config": config(1, SCHEDULED), "folder": str(folder)}
-    (resumed,) = pool.run("resume_and_listen", 1, **given)
-    assert resumed["weights_digest"] == whole["weights_digest"]
-    missing, earlier = resumed["said"].splitlines()
-    assert "'step-000009'" in missing
-    assert "step-000006" in missing
-    assert "step-000006" in earlier
-    assert "hash" in earlier
-    # The keys that its state lacks are told, too.
-    del manifest["state"]["moves"]
-    file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
-    shutil.rmtree(folder / "checkpoints/step-000009")
-    with pytest.raises(JobFailed, match="'moves'"):
-        pool.run("train_in", 1, resume=True, **given)
-
-
 def test_resumed_finished_run_keeps_its_result(pool: Pool, ended: tuple[Path, Any]) -> None:
     """No step is left, and the loss is still known. No file changes."""
     folder, done = ended

@@ -71,7 +71,7 @@ class FirstReplica:
 
 
 class Sharers:
-    """A `dynmo.kernels.row_exchange.RowExchange` between replicas that share groups.
+    """A `dynmo.kernels.grouped_linear.RowExchange` between replicas that share groups.
 
     They are neighbours and send each other rows of grouped linears.
 

@@ -39,18 +39,17 @@ from dynmo.runtime.engine.batch_check import (
     find_difference,
     hashes_to_compare,
 )
-from dynmo.runtime.engine.not_finite import NotFiniteError, explained
-from dynmo.runtime.engine.optimizer_step import OptimizerStep
+from dynmo.runtime.engine.optimizer_step import NotFiniteError, OptimizerStep, explained
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
-from dynmo.runtime.engine.sm_slices import make_streams
+from dynmo.runtime.engine.stage_streams import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
-from dynmo.runtime.optim.loss_scale import make_scaler
+from dynmo.runtime.optim.precision import make_scaler
 from dynmo.runtime.options import EngineOptions
-from dynmo.runtime.state.digest import weights_digest
+from dynmo.runtime.state.exact_state import weights_digest
 from dynmo.runtime.state.layer_store import LayerStore
 
 

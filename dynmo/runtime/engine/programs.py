@@ -23,9 +23,8 @@ from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.engine.stage_streams import StageStreams
-from dynmo.runtime.layer.frozen_prefix import PrefixRunner
-from dynmo.runtime.layer.modes import evaluated
-from dynmo.runtime.layer.stage import Stage
+from dynmo.runtime.layer.census import evaluated
+from dynmo.runtime.layer.stage import PrefixRunner, Stage
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.lowering import Program, fold, lower, lower_forward
 from dynmo.schedule.op import Schedule

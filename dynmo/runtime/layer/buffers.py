@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.packed_weight import gives_form
+from dynmo.models.extra_state import extra_state_of, set_extra_state
 
 # Integers of an element's size, in bytes. A complex number of 16 bytes is two of 8.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # Elements that are added at once. It limits the memory.
 _PART = 1 << 20
+
+
+# Prefixes of what `Beside.state` returns.
+_GENERATOR, _LOSS, _EXTRA = "generator ", "loss ", "extra "
 
 
 class BufferKey(NamedTuple):
@@ -147,6 +152,40 @@ class BufferSet:
         finally:
             for key, buffer in now.items():
                 self._set(key, buffer)
+
+
+class Beside:
+    """State that is no buffer of a layer: of its generators, the loss, and extra state."""
+
+    def __init__(
+        self, module: nn.Module, losses: Iterable[nn.Module], generators: dict[str, torch.Generator]
+    ) -> None:
+        self._module, self._losses, self._generators = module, list(losses), generators
+        self._before = {name: b.clone() for name, b in self._buffers.items()}
+
+    @property
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(pair for part in self._losses for pair in part.named_buffers())
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the state by name. A buffer of the loss counts if a forward has written to it."""
+        states = {f"{_GENERATOR}{name}": own.get_state() for name, own in self._generators.items()}
+        states |= {f"{_EXTRA}{name}": t for name, t in extra_state_of(self._module).items()}
+        return states | {
+            f"{_LOSS}{name}": buffer
+            for name, buffer in self._buffers.items()
+            if not has_same_bits(buffer, self._before[name])
+        }
+
+    def put(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` returned."""
+        extra = {key.removeprefix(_EXTRA): t for key, t in state.items() if key.startswith(_EXTRA)}
+        set_extra_state(self._module, extra)
+        for key, value in state.items():
+            if (name := key.removeprefix(_GENERATOR)) in self._generators:
+                self._generators[name].set_state(value.cpu())
+            elif (name := key.removeprefix(_LOSS)) in self._buffers:
+                self._buffers[name].copy_(value)
 
 
 def has_same_bits(a: object, b: object) -> bool:

@@ -1,8 +1,14 @@
-"""The parameters of a layer as a step trains them, and the hooks that a layer brings along."""
+"""What a layer's modules have beside tensors, and what a step looks at before it trains them.
+
+Parameters must be those that the optimizer has. Hooks, modes, numbers and strings follow a layer
+that moves. A step that trains leaves the modes as their owner set them. They travel as the names of
+the modules that evaluate, since most layers have none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +18,9 @@ from dynmo.models.model import hook_problem
 from dynmo.runtime.layer.reads import kept_aside
 
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# All that torch keeps of a module's hooks.
-_OF_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name)
+# Attributes that torch itself sets on a module, and those of them that keep hooks.
+OF_TORCH = frozenset(vars(nn.Module()))
+_OF_HOOKS = tuple(name for name in OF_TORCH if "hook" in name)
 
 
 class Census:
@@ -28,18 +35,20 @@ class Census:
         self._names = self._names_now()
         self._parameters = list(module.parameters())
         self._dtypes = {id(p): p.dtype for p in self._parameters}
+        # Names of the modules in evaluation mode at the last step. None before the first.
+        self._evaluating: list[str] | None = None
 
     def _names_now(self) -> list[str]:
         return [name for name, _ in self._module.named_parameters()]
 
-    def look(self, between_steps: bool) -> list[str]:
+    def look(self, between_steps: bool) -> bool:
         """Looks at all modules before a step.
 
         Args:
             between_steps: Whether gradients are not those of a step. They are dropped then.
 
         Returns:
-            The names of the modules in evaluation mode.
+            Whether the modes have changed since the last step.
 
         Raises:
             ConfigError: A parameter would not train as it should.
@@ -59,7 +68,8 @@ class Census:
                     self._check(f"the parameter {prefix}.{name}".replace(" .", " "), parameter)
                 if between_steps and parameter.grad is not None:
                     parameter.grad = None
-        return evaluating
+        before, self._evaluating = self._evaluating, evaluating
+        return before not in (None, evaluating)
 
     def _check(self, what: str, parameter: Tensor) -> None:
         what = f"{what} of {self._name}"
@@ -138,3 +148,56 @@ def follow_hooks(module: nn.Module, given: nn.Module) -> None:
                 own.update(followed)
             else:
                 setattr(part, name, theirs)
+
+
+# -- training and evaluation mode ------------------------------------------------------------------
+
+
+def evaluating_parts(layer: nn.Module) -> list[str]:
+    """Returns the names of the modules in evaluation mode. The layer itself is ""."""
+    return [name for name, module in layer.named_modules() if not module.training]
+
+
+def set_modes(layer: nn.Module, evaluating: Collection[str]) -> None:
+    """Sets the mode of each module that has another, through the module's own `train`."""
+    for name, module in layer.named_modules():
+        if module.training == (name in evaluating):
+            module.train(name not in evaluating)
+
+
+@contextmanager
+def evaluated(layers: Iterable[nn.Module]) -> Generator[None]:
+    """Puts layers into evaluation mode, and their modes back afterwards."""
+    before = [(layer, evaluating_parts(layer)) for layer in layers]
+    try:
+        for layer, _ in before:
+            layer.eval()
+        yield
+    finally:
+        for layer, evaluating in before:
+            set_modes(layer, evaluating)
+
+
+# -- numbers and strings ---------------------------------------------------------------------------
+
+Scalar = bool | int | float | str | None
+Scalars = dict[str, dict[str, Scalar]]
+"""Numbers and strings that the modules of a layer have as attributes, by module and name."""
+
+
+def scalars_of(module: nn.Module) -> Scalars:
+    """Returns those of a user's modules, such as `p` of a dropout, which a loop may change."""
+    return {
+        prefix: {
+            name: value
+            for name, value in vars(part).items()
+            if name not in OF_TORCH and type(value) in (bool, int, float, str, type(None))
+        }
+        for prefix, part in module.named_modules()
+        if not type(part).__module__.startswith("dynmo.")
+    }
+
+
+def set_scalars(module: nn.Module, scalars: Scalars) -> None:
+    for prefix, part in module.named_modules():
+        vars(part).update(scalars.get(prefix, {}))

@@ -126,10 +126,24 @@ def piece_inputs(
     return (piece, *kept(tuple(others)))
 
 
-def mean_loss(losses: list[Tensor], shares: list[Tensor]) -> Tensor:
-    """Returns the loss of a microbatch. A piece without counted targets has no mean."""
-    parts = [
-        torch.where(share > 0, loss.detach() * share, 0.0)
-        for loss, share in zip(losses, shares, strict=True)
-    ]
+def run_pieces(
+    pieces: Cutter,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    run: Callable[[tuple[Tensor, ...], Piece], Tensor],
+) -> Tensor:
+    """Runs the last layer and its loss on each piece. Returns the loss of the microbatch.
+
+    Args:
+        run: Takes what the module takes for a piece. Returns the loss. If it runs the backward, and
+            the first input has a gradient, the piece's part is written there.
+    """
+    hidden, parts = inputs[0], list[Tensor]()
+    for piece in pieces(hidden):
+        given = piece_inputs(module, inputs, piece.tokens)
+        loss = run(given, piece).detach()
+        # A piece without counted targets has no mean.
+        parts.append(torch.where(piece.share > 0, loss * piece.share, 0.0))
+        if hidden.grad is not None and given[0].grad is not None:
+            hidden.grad[:, piece.tokens] = given[0].grad
     return torch.stack(parts).sum()

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dynmo.kernels.split import Part, Product, WeightTape, run_split
-from dynmo.kernels.torch_private import FunctionBase, run_backward
+from dynmo.kernels.graph import Part, run_split
+from dynmo.kernels.split import Product, WeightTape
+from dynmo.kernels.torch_private import FunctionBase, reshape_unsafe, run_backward
+from dynmo.runtime.comm.headers import is_alias, mark_alias
 from dynmo.runtime.layer.buffers import Copies
 
 Tensors = tuple[Tensor, ...]
@@ -38,7 +40,6 @@ class Taped(Protocol):
 
     tape: WeightTape
     parameters: list[nn.Parameter]
-    is_reentrant: bool
 
 
 L = TypeVar("L", bound=Taped)
@@ -90,7 +91,7 @@ class Span(Generic[L]):
             self.pieces(gradients[0])
             return [x.grad for x in self.inputs]
         assert not callable(self.graph), "it is built again before"
-        apart = apart and not any(layer.is_reentrant for layer in self.layers)
+        apart = apart and not any(layer.tape.is_reentrant for layer in self.layers)
         parts = [
             Part(layer.tape, layer.parameters, products)
             for layer, products in zip(self.layers, self.products, strict=True)
@@ -167,3 +168,45 @@ def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
         gradient if is_there else None
         for gradient, is_there in zip(values, there.tolist(), strict=True)
     )
+
+
+def filled(inputs: Sequence[Tensor], found: Sequence[Tensor | None], marks: bool) -> Tensors:
+    """Returns gradients of the inputs, zeros where none was found.
+
+    `marks` says whether the boolean tensor follows.
+    """
+    gradients = tuple(
+        [
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(inputs, found, strict=True)
+        ]
+    )
+    return (*gradients, torch.tensor([each is not None for each in found])) if marks else gradients
+
+
+def without_hooks(inputs: Tensors) -> Tensors:
+    return tuple([requiring(x, x.requires_grad) for x in inputs])
+
+
+def with_leaf(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the tensor behind a leaf that gets its gradient, and the leaf.
+
+    The leaf has the shape and one element of memory. An accumulating node holds its leaf: with the
+    tensor as the leaf, its memory would live until B, whether the graph has saved it or not.
+    """
+    if not x.requires_grad:
+        return x, x
+    leaf = x.new_empty(()).expand(x.shape).requires_grad_()
+    behind = reshape_unsafe(leaf, x.shape)  # no view of the leaf: it may be written to
+    behind.data = x.detach()
+    if is_alias(x):
+        mark_alias(behind)
+    return behind, leaf
+
+
+def requiring(y: Tensor, requires: bool = True) -> Tensor:
+    """Returns an output without its graph."""
+    detached = y.detach().requires_grad_(requires)
+    if is_alias(y):
+        mark_alias(detached)
+    return detached

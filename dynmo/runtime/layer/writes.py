@@ -1,12 +1,15 @@
 """What a layer's F writes to beside its outputs: inputs, weights, buffers, plain attributes.
 
 A layer's first F's look. Later ones act on what was found: they get copies of inputs and buffers,
-or one line says what the layer must not do.
+or one line says what the layer must not do. No checkpoint has plain attributes, and only numbers
+and strings move with a layer. Many are harmless: a cached mask, or the last attention map. A layer
+whose output they change is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,11 +17,13 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.models.reach import generators_of
 from dynmo.runtime.comm.headers import is_alias
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits, sum_of_bits
-from dynmo.runtime.layer.plain_state import PlainState
+from dynmo.runtime.layer.census import OF_TORCH
 from dynmo.runtime.layer.reads import kept_aside
 
 Tensors = tuple[Tensor, ...]
 Call = Callable[[Tensors], Tensors]
+
+_CONTAINERS = (list, dict, set)
 
 
 class Writes:
@@ -210,3 +215,49 @@ def _sums(module: nn.Module) -> dict[str, int]:
         # Embeddings renormalise the rows that they read, each once.
         if p is not None and type(p) is nn.Parameter and getattr(part, "max_norm", None) is None
     }
+
+
+class PlainState:
+    """The attributes of a module and its submodules now, except for dynmo's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [
+            (name, part)
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("dynmo.")
+        ]
+        self._before = {key: (value, _contents(value)) for key, value in self._attributes()}
+
+    def _attributes(self) -> Iterator[tuple[tuple[int, str], object]]:
+        for place, (_, part) in enumerate(self._parts):
+            for name, value in vars(part).items():
+                if name not in OF_TORCH:
+                    yield (place, name), value
+
+    def written(self) -> str | None:
+        """Returns the name of the first attribute that has another value now, or None."""
+        for (place, name), value in self._attributes():
+            before = self._before.get((place, name))
+            if before is None or not _is_same(*before, value):
+                return f"{self._parts[place][0]}.{name}".lstrip(".")
+        return None
+
+    def restore(self) -> None:
+        """Binds every attribute to the object that it was bound to."""
+        for (place, name), (value, _) in self._before.items():
+            vars(self._parts[place][1])[name] = value
+
+
+def _contents(value: Any) -> object:
+    """Returns a copy of a value that may change in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(value) if isinstance(value, _CONTAINERS) else value
+
+
+def _is_same(before: object, contents: Any, now: Any) -> bool:
+    if isinstance(now, Tensor):
+        return has_same_bits(contents, now)
+    if isinstance(now, _CONTAINERS):
+        return before is now and [*map(id, contents)] == [*map(id, now)]
+    return before is now or (isinstance(now, int | float | str | bytes) and before == now)

@@ -4,7 +4,7 @@ Each global layer has a folder. No pickles are written or read.
 
     checkpoints/latest                the name of the newest complete checkpoint
     checkpoints/step-000120/
-        manifest.json                 step, layer names, state, SHA-256 of every file
+        manifest.json                 step, layer names, state, SHA-256 of every file and of itself
         layer-0007/                   layer.json (names, dtypes, shapes) and tensors.safetensors
 
 A save goes to `step-N.tmp`, is hashed and synced, then renamed. Only then does `latest` move. A
@@ -16,41 +16,76 @@ share the file system.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
-from dynmo.kernels.packed_weight import conform, unknown_form
 from dynmo.runtime.comm.agreement import Attempt
-from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.state.base_weights import base_of
-from dynmo.runtime.state.checkpoint_manifest import (
-    MANIFEST,
-    VERSION,
-    CheckpointManifest,
-    read,
-    sealed,
-    unread,
-)
-from dynmo.runtime.state.migration import Contents, Manifest, contents, describe
+from dynmo.runtime.state.layer_tensors import Contents, Manifest, base_of, contents, describe
 
 _logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+VERSION = 2
+
+_SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
+
+
+class CheckpointManifest(BaseModel):
+    """Description of a checkpoint: SHA-256 of each file, and the run's own part."""
+
+    # JSON has no infinity, but the state of a user's scheduler may. Python reads it back.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+    version: int
+    step: int
+    layers: list[str]
+    files: dict[str, str]
+    state: dict[str, Any]
+    sha256: str | None = None
+
+
+def sealed(manifest: CheckpointManifest) -> str:
+    """Returns the text of a manifest, with its own SHA-256 at the end."""
+    body = manifest.model_dump_json(indent=1, exclude={"sha256"}).removesuffix("\n}")
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body},\n "sha256": "{digest}"\n}}'
+
+
+def read(checkpoint: Path) -> CheckpointManifest:
+    """Reads the manifest in the folder `checkpoint`, and checks its own hash."""
+    path = checkpoint / MANIFEST
+    if path.exists() and not path.is_file():  # a pipe, say, would be waited for
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    seal = _SEALED.fullmatch(text)
+    if seal is None or hashlib.sha256(seal[1]).hexdigest().encode() != seal[2]:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one at its end")
+    fields = json.loads(text)
+    if fields["version"] != VERSION:
+        raise CheckpointError(
+            f"{checkpoint} has version {fields['version']}; this dynmo reads version {VERSION}"
+        )
+    return CheckpointManifest(**fields)
 
 
 @dataclass(frozen=True)
@@ -182,7 +217,7 @@ def _save_layer(
     }
     folder.mkdir()
     manifest = describe(index, module, tensors).model_copy(update={"base": base})
-    write_whole(folder / "layer.json", manifest.text())
+    write_whole(folder / "layer.json", manifest.model_dump_json())
     # Tensors over one memory block, and a view of a larger one, would count as shared.
     uses = Counter(t.untyped_storage()._cdata for t in tensors.values())
     whole = {
@@ -255,12 +290,7 @@ def verify(path: Path, world: World | None = None) -> CheckpointManifest:
     manifest = read(path)
     if path.name != f"step-{manifest.step:06d}":
         raise CheckpointError(f"{path} has the manifest of step {manifest.step}")
-    names = _files(len(manifest.layers))
-    if list(manifest.files) != names:
-        odd = next(iter({*names} ^ {*manifest.files}), "another order")
-        why = f"its files are not those of its layers ({odd})"
-        raise CheckpointError(f"{path}/{MANIFEST} is damaged: {why}")
-    files = [path / name for name in names]
+    files = [path / name for name in manifest.files]
     rank, ranks = (0, 1) if world is None else (world.rank, world.size)
     mine = set(list(dict.fromkeys(file.parent for file in files))[rank::ranks])
     hashes = zip(files, manifest.files.values(), strict=True)
@@ -287,127 +317,24 @@ def load_manifest(path: Path, index: int) -> Manifest:
     file = path / _folder(index) / "layer.json"
     try:
         return Manifest.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{file} {unread(error)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except ValidationError:
+        raise CheckpointError(f"{file} is of another version of dynmo") from None
 
 
 def load_layer(path: Path, index: int, device: torch.device) -> Contents:
     """Reads one layer of a verified checkpoint, or raises CheckpointError."""
     folder, manifest = path / _folder(index), load_manifest(path, index)
     try:
-        dtypes = [DTYPES[record.dtype] for record in manifest.tensors]
-    except KeyError as error:
-        raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
-    tensors: Contents = {}
-    try:
         with safe_open(folder / _TENSORS, framework="pt") as file:
-            for record, dtype in zip(manifest.tensors, dtypes, strict=True):
-                tensor = file.get_tensor(_name(record.section, record.name))
-                if (list(tensor.shape), tensor.dtype) != (record.shape, dtype):
-                    raise CheckpointError(
-                        f"{folder}/{_TENSORS} is damaged: {record.section} {record.name} has "
-                        "another shape or dtype than in layer.json"
-                    )
-                # The file is mapped into memory, and the layer outlives it.
-                tensors[record.section, record.name] = tensor.to(device, copy=True)
+            # The file is mapped into memory, and the layer outlives it.
+            return {
+                (r.section, r.name): file.get_tensor(_name(r.section, r.name)).to(device, copy=True)
+                for r in manifest.tensors
+            }
     except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) else None
-        told = f"cannot be read: {why}" if why else "is damaged: it lacks a tensor of layer.json"
-        raise CheckpointError(f"{folder}/{_TENSORS} {told}") from None
-    return tensors
-
-
-def fit(
-    index: int,
-    name: str,
-    module: nn.Module,
-    tensors: Contents,
-    forms: Mapping[str, str] | None = None,
-) -> Contents:
-    """Gives a layer's module the form that it has in a checkpoint.
-
-    Args:
-        forms: Forms of its packed weights. Earlier versions of dynmo saved none.
-
-    Returns:
-        The tensors that the module shall take. A buffer that the module makes for itself (not
-        `persistent`) is among them only if it has the same shape.
-
-    Raises:
-        CheckpointError: The layer has another shape or dtype, or its form is not known here.
-    """
-    layer = f"layer {index} ({name})"
-    if (form := unknown_form(forms or {})) is not None:
-        raise CheckpointError(
-            f"{layer} has weights that are packed as {form}, which is not imported here; name its "
-            "case in dynamism.cases, or import it before the checkpoint is read"
-        )
-    buffers = {key: t for (section, key), t in tensors.items() if section == "buffer"}
-    try:
-        conform(module, buffers, forms)
-    except ValueError as error:
-        raise CheckpointError(f"{layer}: {error}; resume with the run's own config") from None
-    _check_shapes(layer, module, tensors)
-    left_out = _remade_buffers(layer, module, tensors)
-    _check_dtypes(layer, module, tensors)
-    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
-
-
-def _check_shapes(layer: str, module: nn.Module, tensors: Contents) -> None:
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
-    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter"}
-    for key in sorted({*shapes, *saved}):
-        if shapes.get(key) != saved.get(key):
-            raise CheckpointError(
-                f"{layer}: {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
-                "config's model; resume with the config that the run was started with"
-            )
-
-
-def _remade_buffers(layer: str, module: nn.Module, tensors: Contents) -> set[tuple[str, str]]:
-    """Returns saved buffers that the module has made for itself, in another shape.
-
-    Raises CheckpointError if any other buffer is only here or only in the checkpoint.
-    """
-    remade = {
-        f"{prefix}.{key}".lstrip(".")
-        for prefix, part in module.named_modules()
-        for key in part._non_persistent_buffers_set
-    }
-    # A forward may make a buffer, but no module for it.
-    parts = dict(module.named_modules())
-    lost = sorted(
-        key
-        for section, key in tensors
-        if section == "buffer" and key.rpartition(".")[0] not in parts
-    )
-    if lost:
-        raise CheckpointError(
-            f"{layer}: the checkpoint has the buffer {lost[0]}, the config's model has not; "
-            "resume with the config that the run was started with"
-        )
-    left_out: set[tuple[str, str]] = set()
-    for key, buffer in module.named_buffers():
-        then = tensors.get(("buffer", key))
-        if then is None and key not in remade:
-            raise CheckpointError(
-                f"{layer}: the config's model has the buffer {key}, the checkpoint has not; "
-                "resume with the config that the run was started with"
-            )
-        if then is not None and key in remade and then.shape != buffer.shape:
-            left_out.add(("buffer", key))
-    return left_out
-
-
-def _check_dtypes(layer: str, module: nn.Module, tensors: Contents) -> None:
-    for key, parameter in module.named_parameters():
-        then = tensors["parameter", key].dtype
-        if then != parameter.dtype:
-            was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
-            raise CheckpointError(
-                f"{layer}: {key} is {was} in the checkpoint, {now} in the config's model; resume "
-                "with the train.precision that the run was started with"
-            )
+        raise CheckpointError(f"{folder}/{_TENSORS} cannot be read: {error}") from None
 
 
 def _sha256(path: Path) -> bytes:

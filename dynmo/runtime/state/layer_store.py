@@ -35,22 +35,20 @@ from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.census import follow_hooks, hooks_of
+from dynmo.runtime.layer.census import follow_hooks, hooks_of, set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.modes import set_modes
 from dynmo.runtime.layer.pieces import token_pieces_of
-from dynmo.runtime.layer.plain_state import set_scalars
-from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.reads import kept_aside, others_of
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
-from dynmo.runtime.optim.replicas import Replicas
+from dynmo.runtime.optim.precision import lower as lower_precision
+from dynmo.runtime.optim.replicas import Replicas, cut_state, whole_state
 from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.update import Update
-from dynmo.runtime.optim.zero import cut_state, whole_state
 from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.frozen_weights import Frozen
-from dynmo.runtime.state.migration import Arrival, Contents, fill
+from dynmo.runtime.state.layer_tensors import Contents, fill
+from dynmo.runtime.state.migration import Arrival
 
 if TYPE_CHECKING:
     from dynmo.runtime.state.spread_groups import SpreadGroups
@@ -211,7 +209,7 @@ class LayerStore:
         )
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_OTHERS)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
-        layer.put_beside(_with_prefix(_BESIDE, optimizer_state))
+        layer.beside.put(_with_prefix(_BESIDE, optimizer_state))
         kept = _with_prefix(_KEPT, optimizer_state)
         self.kept[index] = {name: t.cpu() for name, t in kept.items()}
 
@@ -458,7 +456,7 @@ class LayerStore:
         If `whole`, it is gathered from all replicas, with ZeRO-1. All call it, in the same order.
         """
         others = {f"{_KEPT}{name}": t for name, t in self.kept[index].items()}
-        others |= {f"{_BESIDE}{name}": t for name, t in self.layers[index].beside().items()}
+        others |= {f"{_BESIDE}{name}": t for name, t in self.layers[index].beside.state().items()}
         others = {name: t.to(self.world.device) for name, t in others.items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | others
 

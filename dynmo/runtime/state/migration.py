@@ -15,17 +15,16 @@ not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
-from dynmo.kernels.packed_weight import conform, forms_of
-from dynmo.plan.partition import Move
+from dynmo.plan.partition import Move, Partition
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import (
     DTYPES,
@@ -36,113 +35,11 @@ from dynmo.runtime.comm.headers import (
     room_for,
 )
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.layer.census import hooks_of
-from dynmo.runtime.layer.modes import evaluating_parts
-from dynmo.runtime.layer.plain_state import Scalars, scalars_of
-from dynmo.runtime.state.base_weights import BaseWeights
-
-
-class TensorRecord(BaseModel):
-    """Description of a tensor of the section parameter, buffer, gradient or optimizer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    section: str
-    name: str
-    dtype: str
-    shape: list[int]
-    requires_grad: bool = False
-
-
-class Manifest(BaseModel):
-    """List of the tensors of one layer, in the order in which the source sends them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
-    layer: int
-    tensors: list[TensorRecord]
-    evaluating: list[str] = []
-    hooks: list[str] = []
-    scalars: Scalars = {}
-    base: BaseWeights | None = None
-    forms: dict[str, str] = {}
-
-    def text(self) -> str:
-        """Returns JSON, which earlier versions of dynmo read if all modules train."""
-        optional = ("evaluating", "hooks", "scalars", "base", "forms")
-        return self.model_dump_json(exclude={name for name in optional if not getattr(self, name)})
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """requires_grad of each parameter."""
-        return {r.name: r.requires_grad for r in self.tensors if r.section == "parameter"}
-
+from dynmo.runtime.layer.census import Scalars, hooks_of, scalars_of
+from dynmo.runtime.state.layer_tensors import Contents, Manifest, contents, describe
 
 # Largest manifest. A tensor takes some 100 bytes of it, so no real one comes near.
 _MOST_TEXT = 64 << 20
-
-Contents = dict[tuple[str, str], Tensor]
-
-
-def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
-    """Returns every tensor of a layer, by (section, name)."""
-    out: Contents = {("parameter", name): p for name, p in module.named_parameters()}
-    out |= {("buffer", name): b for name, b in module.named_buffers()}
-    out |= {
-        ("gradient", name): p.grad for name, p in module.named_parameters() if p.grad is not None
-    }
-    out |= {("optimizer", name): t for name, t in optimizer_state.items()}
-    return out
-
-
-def fill(
-    module: nn.Module,
-    tensors: Contents,
-    flags: dict[str, bool],
-    forms: Mapping[str, str] | None = None,
-) -> dict[str, Tensor]:
-    """Puts tensors into a module. Returns the optimizer's.
-
-    A module with memory keeps its own tensors, with other values, so that references to them stay
-    right. Shapes may differ: parts with packed weights take the form that they have at the source.
-    """
-    buffers = {name: t for (section, name), t in tensors.items() if section == "buffer"}
-    conform(module, buffers, forms)
-    for name in [n for n, _ in module.named_parameters()]:
-        owner, key = _owner(module, name)
-        value = tensors["parameter", name]
-        parameter = owner._parameters[key]
-        if not _copied(value, parameter):
-            parameter = nn.Parameter(value, flags[name])
-        assert parameter is not None
-        parameter.requires_grad_(flags[name])
-        gradient = tensors.get(("gradient", name))
-        if gradient is not None:
-            parameter.grad_dtype = gradient.dtype
-        parameter.grad = gradient
-        if parameter is not owner._parameters[key]:
-            setattr(owner, key, parameter)
-    # A checkpoint leaves out buffers that the module makes for itself. A forward made the buffers
-    # that the checkpoint has and this module lacks.
-    for section, name in tensors:
-        if section == "buffer":
-            owner, key = _owner(module, name)
-            if not _copied(tensors[section, name], owner._buffers.get(key)):
-                owner._buffers[key] = tensors[section, name]
-    return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
-
-
-def _copied(value: Tensor, into: Tensor | None) -> bool:
-    """Copies a value into a tensor of the same form. Returns False if that cannot be done."""
-    if into is None or into.is_meta or into.is_inference() or into.layout != torch.strided:
-        return False
-    if (into.shape, into.dtype, into.device) != (value.shape, value.dtype, value.device):
-        return False
-    into.data.copy_(value)
-    return True
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
 
 
 @dataclass(frozen=True)
@@ -280,24 +177,8 @@ def pack(
     tensors = contents(module, optimizer_state)
     beside = {"hooks": hooks_of(module), "scalars": scalars_of(module)}
     manifest = describe(layer, module, tensors).model_copy(update=beside)
-    text = manifest.text().encode()
+    text = manifest.model_dump_json().encode()
     return text, [t.detach().contiguous() for t in tensors.values()]
-
-
-def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
-    flags = {name: p.requires_grad for name, p in module.named_parameters()}
-    records = [
-        TensorRecord(
-            section=section,
-            name=name,
-            dtype=str(t.dtype).removeprefix("torch."),
-            shape=list(t.shape),
-            requires_grad=section == "parameter" and flags[name],
-        )
-        for (section, name), t in tensors.items()
-    ]
-    beside = {"evaluating": evaluating_parts(module), "forms": forms_of(module)}
-    return Manifest(layer=layer, tensors=records, **beside)
 
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
@@ -361,3 +242,37 @@ def _receive_text(world: World, move: Move) -> bytes:
             "do all ranks run the same dynmo?"
         )
     return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
+
+
+# -- another mesh ----------------------------------------------------------------------------------
+
+Holders = tuple[tuple[int, ...], ...]
+"""Global ranks that hold each layer."""
+
+
+def holders(partition: Partition, stage_ranks: Sequence[int], replicas: int) -> Holders:
+    """Returns the global ranks that hold each layer."""
+    owners = (stage_ranks[partition.owner(layer)] for layer in range(partition.layers))
+    return tuple(tuple(rank * replicas + replica for replica in range(replicas)) for rank in owners)
+
+
+def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tuple[Move, ...]:
+    """Lists the moves, in layer order. A rank that already holds a layer gets nothing.
+
+    Args:
+        within_replicas: Whether each replica's part of a layer goes to the same replica of the new
+            mesh, which has as many. If not, the holders of a layer take turns in giving it.
+    """
+    moves: list[Move] = []
+    for layer, (before, after) in enumerate(zip(old, new, strict=True)):
+        if within_replicas:
+            moves += [
+                Move(layer, *pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]
+            ]
+            continue
+        have = frozenset(before)
+        targets = [rank for rank in after if rank not in have]
+        moves += [
+            Move(layer, before[turn % len(before)], target) for turn, target in enumerate(targets)
+        ]
+    return tuple(moves)

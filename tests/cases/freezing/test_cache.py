@@ -24,8 +24,8 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_options import RunFacts
 from dynmo.pipeline.cases import Cases
 from dynmo.runtime.engine.batch_check import StepBatch
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.stage import FrozenPrefix
 from dynmo.schedule.op import Kind
 from tests.runtime.alone import MICROBATCHES, advance, around, pipeline, tokens
 from tests.runtime.modules import Net, draw, layer_of
@@ -159,7 +159,7 @@ def test_cached_outputs_stay_valid_as_layers_freeze_and_move() -> None:
     counted, cache = counting(4), roomy()
     for layer in counted:
         # As any layer that has run: its sizes are known.
-        layer.forward(0, (draw(0, ROWS, WIDTH),), 0, False, False, None)
+        layer.forward(0, (draw(0, ROWS, WIDTH),), 0, graph=False)
     expected, before = bare(counted, 1), calls(counted)
     run(cache, counted[:2], 1)
     cache.forget([2, 3])

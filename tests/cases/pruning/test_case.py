@@ -29,7 +29,7 @@ from dynmo.pipeline.cases import CaseContext
 from dynmo.pipeline.options import grouped
 from dynmo.pipeline.saving import restore_layer, saved_layers
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.migration import contents
+from dynmo.runtime.state.layer_tensors import contents
 from dynmo.train.setup import model_of
 from tests.cases.kept import Alone, Kept, cases_of
 from tests.runtime import alone

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dynmo.runtime.comm import process_groups
 from dynmo.runtime.comm.meeting import Meeting
@@ -57,6 +61,41 @@ def with_stranger(
     if "world" in new:
         new["world"].close(failed=bool(error))
     return [new.get("digest"), lines, error]
+
+
+class _Pipe:
+    """One end of a group of two. What it has sent can be sent again in its place."""
+
+    def __init__(self, sent: Queue[torch.Tensor], received: Queue[torch.Tensor]) -> None:
+        self._sent, self._received = sent, received
+
+    def send(self, tensors: list[torch.Tensor], *_: int) -> mock.Mock:
+        self._sent.put(tensors[0].clone())
+        return mock.Mock()
+
+    def recv(self, tensors: list[torch.Tensor], *_: int) -> mock.Mock:
+        return mock.Mock(wait=lambda _: tensors[0].copy_(self._received.get(timeout=5)))
+
+
+def test_proof_cannot_be_used_twice() -> None:
+    store = SignedStore(dist.HashStore(), b"the token")
+    ways = Queue[torch.Tensor](), Queue[torch.Tensor]()
+    kept = list[torch.Tensor]()
+
+    def keep(tensors: list[torch.Tensor], *_: int) -> mock.Mock:
+        kept.append(tensors[0].clone())
+        return _Pipe.send(second, tensors)
+
+    second = _Pipe(*reversed(ways))
+    with mock.patch.object(second, "send", keep), ThreadPoolExecutor() as threads:
+        other = threads.submit(process_groups.prove, second, 1, 2, store, 5)
+        process_groups.prove(_Pipe(*ways), 0, 2, store, 5)
+        other.result()
+    replayed = Queue[torch.Tensor]()
+    for message in kept:
+        replayed.put(message)
+    with pytest.raises(process_groups.Unproven, match="token"):
+        process_groups.prove(_Pipe(Queue(), replayed), 0, 2, store, 5)
 
 
 @pytest.mark.parametrize("kind", ["no token", "another token", "silent"])

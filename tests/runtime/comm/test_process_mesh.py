@@ -27,7 +27,7 @@ from dynmo.runtime.optim.gradient_reduction import (
     squared_norms,
 )
 from dynmo.runtime.optim.optimizer import Share, squared_norm
-from dynmo.runtime.optim.zero import cut_state, whole_state
+from dynmo.runtime.optim.replicas import cut_state, whole_state
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 from tests.combinations import mostly_matrix
 from tests.pool import Pool

@@ -23,7 +23,7 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine, StepRecord
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
-from dynmo.runtime.optim.loss_scale import LossScaler
+from dynmo.runtime.optim.precision import LossScaler
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
 from dynmo.schedule.simulator import simulate

@@ -16,7 +16,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.sm_slices import cut, sizes
+from dynmo.runtime.engine.stage_streams import cut, sizes
 from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import check_world, device_for, model_of
 from tests.equality import RANDOM_MOVES

@@ -148,7 +148,7 @@ def gradients(
         module.zero_grad()
         layer.begin()
         for j in range(microbatches):
-            layer.forward(j, (torch.randn(4, 6, generator=random),), step, True, True, None)
+            layer.forward(j, (torch.randn(4, 6, generator=random),), step)
         b = w = 0
         for kind in order:
             if kind in "bx":
@@ -173,7 +173,7 @@ def plain(count: int) -> dict[str, Tensor | None]:
     for j, x in enumerate(inputs):
         if j % (MICROBATCHES // count) == 0:
             module.zero_grad()
-        layer.forward(j, (x,), 1, True, True, None)
+        layer.forward(j, (x,), 1)
         layer.backward_input(j, (draw(j, 4, 6),), deferred=False)
         if (j + 1) % (MICROBATCHES // count) == 0:
             for name, gradient in gradients_of(module).items():

@@ -13,7 +13,7 @@ from dynmo.cases.pruning.crossover import make_pruned
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.layer.buffers import BufferSet, has_same_bits
-from dynmo.runtime.layer.plain_state import PlainState
+from dynmo.runtime.layer.writes import PlainState
 
 
 class Writing(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynmo.runtime.layer.frozen_prefix import FrozenPrefix
 from dynmo.runtime.layer.layer import Layer
+from dynmo.runtime.layer.stage import FrozenPrefix
 from dynmo.schedule.op import Kind
 from tests.runtime.modules import Net, draw, layer_of
 

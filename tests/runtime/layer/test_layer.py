@@ -257,7 +257,7 @@ def no_collection() -> Iterator[None]:
 
 
 def run_f(layer: Layer, *inputs: Tensor, j: int = 0, finish: Any = None) -> Tensors:
-    return layer.forward(j, inputs, 0, graph=True, need_input=True, finish=finish)
+    return layer.forward(j, inputs, 0, finish=finish)
 
 
 def start(layer: Layer, x: Tensor) -> tuple[StorageWeakRef, Tensors]:
@@ -436,7 +436,7 @@ def test_frozen_prefix_keeps_no_graph() -> None:
     with no_collection():
         x = torch.randn(3, 6)
         ref = StorageWeakRef(x.untyped_storage())
-        (y,) = layer.forward(0, (x,), 0, graph=False, need_input=False, finish=None)
+        (y,) = layer.forward(0, (x,), 0, graph=False)
         del x
         assert y.grad_fn is None
         assert not y.requires_grad
@@ -461,7 +461,7 @@ def test_forward_without_training_keeps_measured_sizes() -> None:
     layer.backward_input(0, (torch.randn(3, 4),), deferred=False)
     before = layer.meter.activation_bytes, layer.meter.stash_bytes
     assert all(before)
-    layer.forward(0, (torch.randn(3, 6),), 0, graph=False, need_input=False, finish=None)
+    layer.forward(0, (torch.randn(3, 6),), 0, graph=False)
     assert (layer.meter.activation_bytes, layer.meter.stash_bytes) == before
     layer.forget_sizes()
     assert (layer.meter.activation_bytes, layer.meter.stash_bytes) == (0, 0)
@@ -560,7 +560,7 @@ def test_only_inputs_of_other_shapes_have_other_outputs(ragged: bool) -> None:
     layer = layer_of(Net(lambda _, x: x.unbind()))
     layer.begin()
     if ragged:
-        layer.expect_ragged()
+        layer.outputs.expect_ragged()
     long, short = (torch.randn(rows, 6, requires_grad=True) for rows in (3, 2))
     run_f(layer, long)
     with nullcontext() if ragged else pytest.raises(RunError, match="in microbatch 1, and"):

@@ -201,5 +201,5 @@ def test_evaluation_keeps_no_inputs() -> None:
             return torch.autograd.grad(m.a(z).square().sum(), z)[0]
 
     layer = Layer(0, net(run), HostClock(), 0)
-    layer.forward(0, (torch.randn(5, 6),), 0, graph=False, need_input=False, finish=None)
+    layer.forward(0, (torch.randn(5, 6),), 0, graph=False)
     assert not layer.tape.products

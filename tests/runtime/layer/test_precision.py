@@ -11,7 +11,7 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
-from dynmo.runtime.layer.precision import PRECISIONS, dtype_for, lower
+from dynmo.runtime.optim.precision import PRECISIONS, dtype_for, lower
 
 
 def test_only_float32_parameters_are_lowered() -> None:

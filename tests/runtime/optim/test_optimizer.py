@@ -19,7 +19,6 @@ from torch import nn
 from dynmo.config.sections import TrainSection
 from dynmo.runtime.engine.peak_memory import Watch
 from dynmo.runtime.optim import fused
-from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import (
     _BLOCKS_AT_ONCE,
     NORM_BLOCK,
@@ -31,6 +30,7 @@ from dynmo.runtime.optim.optimizer import (
     squared_norm,
 )
 from dynmo.runtime.optim.parameter_groups import Group
+from dynmo.runtime.optim.precision import INITIAL, WINDOW, LossScaler, make_scaler
 from dynmo.runtime.optim.trial import Make
 from tests.runtime.modules import assert_same, draw
 from tests.runtime.optimizers import invert, optimizer_of

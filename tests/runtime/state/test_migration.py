@@ -20,16 +20,16 @@ from dynmo.plan.partition import Move, Partition, moves, uniform
 from dynmo.runtime.comm.headers import TAG_MIGRATE
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.runtime.state.layer_tensors import contents, fill
 from dynmo.runtime.state.migration import (
     Arrival,
     _receive_text,
-    contents,
     exchange,
-    fill,
+    holders,
     pack,
+    transfers,
     unpack,
 )
-from dynmo.runtime.state.reshape import holders, transfers
 from dynmo.train.setup import model_of
 from tests.combinations import mostly_matrix
 from tests.pool import Pool

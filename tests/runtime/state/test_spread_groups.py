@@ -20,11 +20,9 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import Sharers, arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.gradient_reduction import drop_missing
+from dynmo.runtime.optim.gradient_reduction import SpreadWeight, drop_missing, reduce_spread
 from dynmo.runtime.optim.optimizer import Share, cut
-from dynmo.runtime.optim.spread_reduction import SpreadWeight, reduce_spread
-from dynmo.runtime.state.group_moves import arrivals
-from dynmo.runtime.state.spread_groups import SpreadGroups
+from dynmo.runtime.state.spread_groups import SpreadGroups, arrivals
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.combinations import mostly_matrix

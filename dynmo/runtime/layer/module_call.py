@@ -1,0 +1,224 @@
+"""Runs a layer's module, and looks at what that reads, writes and builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.kernels.graph import Leaves, leaves_of
+from dynmo.kernels.grouped_linear import gradient_parameters
+from dynmo.kernels.packed_weight import guarded
+from dynmo.kernels.split import WeightTape
+from dynmo.kernels.torch_private import nodes_made
+from dynmo.models.reach import modules_of
+from dynmo.runtime.comm.headers import is_alias
+from dynmo.runtime.layer.buffers import Copies
+from dynmo.runtime.layer.meter import Meter
+from dynmo.runtime.layer.outputs import Outputs, as_tuple
+from dynmo.runtime.layer.pieces import Cutter, Piece, run_pieces
+from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
+from dynmo.runtime.layer.span import Tensors, roots_of, run_graph, without_hooks
+from dynmo.runtime.layer.writes import Writes
+
+Finish = Callable[[Tensor], Tensor]
+"""The loss of a microbatch, given the last module's output."""
+
+
+class ModuleCall:
+    """Runs one layer's module, with the loss if it has one.
+
+    Attributes:
+        outputs: What the layer hands on.
+        writes: What it writes to.
+        losses: The loss, if it is a module. It runs in the last layer, so its state is that of the
+            layer.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        tape: WeightTape,
+        meter: Meter,
+        loss: object,
+        others: Others | None,
+    ) -> None:
+        self._index, self._module, self._tape, self._meter = index, module, tape, meter
+        self._name = f"layer {index} ({type(module).__name__})"
+        self._others = others
+        self._reads = Reads(self._name, module, others or dict)
+        self._loss_reads = Reads("the loss", loss, others or dict)
+        self.losses = [part for _, part in modules_of(loss)][:1]
+        self.writes = Writes(self._name, module, self.losses, loss, others is not None)
+        self.outputs = Outputs(self._name, module)
+        self._run: Callable[..., Any] = module
+        # Numbers of nodes of the graphs that were looked at, and leaves of all of these.
+        self._known_graphs = set[int]()
+        self._leaves: Leaves | None = None
+
+    def prepare(self, compiles: bool) -> None:
+        """Precedes the first call, once the module has its tape."""
+        run: Callable[..., Any] = self._module
+        if compiles:
+            from dynmo.kernels.compiling import compiled
+
+            run = compiled(self._module)
+        self._run = guarded(self._index, self._module, run)
+
+    def begin(self) -> None:
+        self.outputs.begin()
+        self.writes.begin()
+        self._reads.begin()
+        self._loss_reads.begin()
+
+    def forget(self) -> None:
+        """Looks anew at a changed layer."""
+        self.outputs.forget()
+        self.writes.forget()
+        self._known_graphs.clear()
+        self._leaves, self._tape.whole, self._tape.is_reentrant = None, frozenset(), False
+
+    def __call__(
+        self, inputs: Tensors, finish: Finish | None, graph: bool
+    ) -> tuple[Tensors, Tensors]:
+        """Runs the module, with copies of its inputs if it writes to them.
+
+        Returns:
+            The outputs, and the inputs that the module was given.
+        """
+        self._tape.hooks = self._meter.hooks
+        originals = inputs if self.writes.to_inputs(graph) is None else None
+        call = partial(self._run_module, finish=finish, originals=originals)
+        before = nodes_made()
+        outputs, given = self.writes.run(call, inputs, graph)
+        # Another number of nodes is another graph. A layer that uses a weight by itself may use
+        # another one next time.
+        size = nodes_made() - before
+        may_change = self._tape.whole and not self._tape.is_reentrant
+        if graph and (size not in self._known_graphs or may_change):
+            self._known_graphs.add(size)
+            self._look_at_graph(inputs, outputs, ends=finish is not None)
+        return outputs, given
+
+    def _run_module(
+        self,
+        inputs: Tensors,
+        finish: Finish | None,
+        originals: Tensors | None,
+    ) -> Tensors:
+        """Runs the module, and marks outputs that are aliases if there are originals.
+
+        Args:
+            originals: What the inputs are copies of.
+        """
+        where = within = f"in F of layer {self._index}"
+        try:
+            out = self._reads.run(self._run, *inputs)
+            if finish is not None:
+                where = "in the loss"
+                out = self._loss_reads.run(finish, out)
+                where = within
+            outputs = self.outputs.handed_on(out)
+            if originals is not None and finish is None and self._others is not None:
+                kept = [x for x, given in zip(inputs, originals, strict=True) if is_alias(given)]
+                kept += [*self._module.parameters(), *self._module.buffers()]
+                mark_aliases(as_tuple(out), outputs, kept)
+            return outputs
+        except (Exception, SystemExit) as error:
+            error.add_note(where)
+            raise
+
+    def measured(self, inputs: Tensors, finish: Finish | None, recompute: bool) -> Tensors:
+        """Runs F. Counts the bytes that autograd keeps for the largest microbatch."""
+        meter = self._meter
+        if not meter.is_largest(inputs):
+            return self(inputs, finish, True)[0]
+        with meter.kept() as kept:
+            outputs, given = self(inputs, finish, True)
+            saved = {storage_of(tensor) for tensor in kept}
+            meter.note_forward(inputs if recompute else kept, inputs, outputs)
+        meter.frees_inputs = self.writes.to_inputs(graph=True) or any(
+            x.requires_grad and storage_of(own) not in saved
+            for x, own in zip(inputs, given, strict=True)
+        )
+        return outputs
+
+    def kept(
+        self,
+        inputs: Tensors,
+        finish: Finish | None,
+        recompute: bool,
+        measures: bool,
+        seed: Callable[[], None],
+    ) -> tuple[Tensors, Copies]:
+        """Runs an F that B follows.
+
+        Args:
+            measures: Whether to count the bytes that autograd keeps.
+            seed: Seeds F, if it runs again.
+
+        Returns:
+            The outputs, and the values that F found in the buffers that it wrote to.
+        """
+        writes, first = self.writes, not self._meter.has_measured
+        # The first B shows whether it writes to buffers. Until then, their values are kept.
+        keeps = recompute or writes.in_backward or first
+        if not keeps and not measures:
+            writes.renew()
+            return self(inputs, finish, True)[0], {}
+
+        def run() -> Tensors:
+            if recompute:  # a hook that the layer puts on an input is for the run in B alone
+                return self(without_hooks(inputs), finish, True)[0]
+            return self.measured(inputs, finish, recompute)
+
+        def again(inputs: Tensors) -> Tensors:
+            """Runs F again. A run to compare with puts no hook on the inputs."""
+            noted = self._tape.take_products()
+            seed()
+            outputs, _ = self(without_hooks(inputs), finish, True)
+            self._tape.products = noted
+            return outputs
+
+        return writes.keep(run, again, inputs, first, keeps)
+
+    def rebuilt(
+        self, inputs: Tensors, finish: Finish | None, buffers: Copies, seed: Callable[[], None]
+    ) -> Tensors:
+        """Runs F of a recomputed layer again."""
+        seed()
+        with self.writes.buffers.replaced(buffers):
+            return self.measured(inputs, finish, recompute=True)
+
+    def in_pieces(self, pieces: Cutter, inputs: Tensors, gradient: Tensor | None = None) -> Tensor:
+        """Runs module and loss on each piece, and B and W if the loss's gradient is given."""
+        trains, hidden = gradient is not None, inputs[0]
+
+        def run(given: Tensors, piece: Piece) -> Tensor:
+            outputs, _ = self(given, piece.finish, trains)
+            if gradient is not None:
+                self._tape.products.clear()  # nothing waits
+                roots = roots_of(outputs, (True,))
+                run_graph(roots, (gradient * piece.share,), (), (), apart=False)
+            return outputs[0]
+
+        if trains and hidden.requires_grad:
+            hidden.grad = torch.empty_like(hidden)
+        return run_pieces(pieces, self._module, inputs, run)
+
+    def _look_at_graph(self, inputs: Tensors, outputs: Tensors, ends: bool) -> None:
+        leaves = leaves_of(outputs, self._tape.products, inputs)
+        self._leaves = leaves if self._leaves is None else leaves.joined(self._leaves)
+        self._tape.whole = self._leaves.whole
+        parameters = gradient_parameters(self._module)
+        known = {*map(id, parameters), *map(id, inputs)}
+        if leaves.reentrant or any(id(x) not in known for x in leaves.by_itself):
+            # Autograd must run all of the graph: it has a backward within, or a leaf made in F.
+            self._tape.is_reentrant, self._tape.whole = True, frozenset(parameters)
+        if self._others is not None:
+            who = f"{self._name} or the loss" if ends else self._name
+            check_leaves(who, leaves.all, self._module, self._others)
