@@ -75,24 +75,26 @@ class RunPlan:
 
         The message names the rank, and what `options` have not set yet.
         """
-        zero = "" if options.zero else "parallel.zero = 1 with replicas, "
-        smaller = "" if options.micro_batch == 1 else "smaller microbatches, "
-        recompute = "train.recompute = 'auto', " if options.recompute == "none" else ""
+        is_known = self.activations_unknown is None
+        ways = {
+            "parallel.zero = 1 with replicas": not options.zero and not is_known,
+            "smaller microbatches": options.micro_batch != 1 and is_known,
+            "train.recompute = 'auto'": options.recompute == "none" and is_known,
+            "a schedule that keeps fewer in flight": is_known,
+        }
+        advice = ", ".join(["use more ranks", *(way for way, helps in ways.items() if helps)])
+        what = (
+            f"at the peak of {self.schedule}"
+            if is_known
+            else ("for parameters, gradients and optimizer state alone")
+        )
         limits = rank_limits(self.limit, len(self.memory)) or self.memory
         for rank, (need, limit) in enumerate(zip(self.memory, limits, strict=True)):
-            if need <= limit:
-                continue
-            if self.activations_unknown is not None:
+            if need > limit:
                 raise NoRoomError(
-                    f"rank {rank} needs {need} bytes for parameters, gradients and optimizer "
-                    f"state alone, over pipeline.memory_limit = {limit}; use more ranks, "
-                    f"{zero}or a higher limit"
+                    f"rank {rank} needs {need} bytes {what}, over pipeline.memory_limit = {limit}; "
+                    f"{advice}, or a higher limit"
                 )
-            raise NoRoomError(
-                f"rank {rank} needs {need} bytes at the peak of {self.schedule}, over "
-                f"pipeline.memory_limit = {limit}; use more ranks, {smaller}"
-                f"{recompute}or a schedule that keeps fewer in flight"
-            )
 
     def to_json(self) -> dict[str, Any]:
         unused = {"names"} if self.disk is not None else {"names", "disk", "halves", "whole"}
@@ -111,16 +113,13 @@ class RunPlan:
         """Yields what "auto" begins with, and what its other schedules would need."""
         if not self.shapes:
             return
-        others = [
-            f"{name} needs {need / 2**20:,.1f} MiB"
+        needs = "".join(
+            f", {name} needs {need / 2**20:,.1f} MiB"
             for name, need in self.shapes.items()
             if name != self.schedule
-        ]
-        yield (
-            f"auto begins with {self.schedule}"
-            + "".join(f", {other}" for other in others)
-            + "; measured times decide later (dynmo plan compares them)"
         )
+        decided = "measured times decide later (dynmo plan compares them)"
+        yield f"auto begins with {self.schedule}{needs}; {decided}"
 
     def table(self) -> Table:
         recompute = (
