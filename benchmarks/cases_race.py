@@ -19,9 +19,10 @@ from benchmarks.baselines.placements import balanced_bounds
 from benchmarks.cost_traces import best
 from benchmarks.harness import OPTIMIZER
 from dynmo.cases.pruning.sparse_linear import linears
+from dynmo.change_events import ChangeEvent, RebalanceEvent, TokensEvent
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepResult, TokensEvent
+from dynmo.events import EndEvent, Event, StepResult
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import Partition, uniform

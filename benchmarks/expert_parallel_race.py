@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import OPTIMIZER
 from dynmo.cases.experts.layers import ExpertsHalf
+from dynmo.change_events import ChangeEvent, RebalanceEvent
 from dynmo.config import parse
-from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepResult
+from dynmo.events import EndEvent, Event, StepResult
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.split import WeightTape
 from dynmo.models.gpt import AttentionHalf

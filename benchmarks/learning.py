@@ -23,8 +23,9 @@ from typing import Any
 from benchmarks.harness import train_each
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
 from benchmarks.quality import config_of
+from dynmo.change_events import TokensEvent
 from dynmo.config import Config
-from dynmo.events import EvalEvent, Event, TokensEvent
+from dynmo.events import EvalEvent, Event
 from dynmo.models.gpt import feed_forward_size
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of

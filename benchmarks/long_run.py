@@ -18,15 +18,9 @@ from typing import Any
 
 from benchmarks.harness import OPTIMIZER, run_ranks
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from dynmo.change_events import ChangeEvent, RebalanceEvent
 from dynmo.config import parse
-from dynmo.events import (
-    ChangeEvent,
-    Event,
-    PostValidationEvent,
-    RebalanceEvent,
-    RollbackEvent,
-    StepResult,
-)
+from dynmo.events import Event, PostValidationEvent, RollbackEvent, StepResult
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer

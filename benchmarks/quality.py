@@ -28,8 +28,9 @@ from benchmarks.output import (
     run,
     save_picture,
 )
+from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, parse
-from dynmo.events import ChangeEvent, EvalEvent, Event
+from dynmo.events import EvalEvent, Event
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer

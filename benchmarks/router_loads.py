@@ -35,8 +35,9 @@ from benchmarks.experts import BLOCKS, SKEWS, compare
 from benchmarks.experts import table as gains_table
 from benchmarks.output import add_number, markdown, parser_of, run
 from dynmo.cases.experts.case import experts_of
+from dynmo.change_events import TokensEvent
 from dynmo.config import parse
-from dynmo.events import EvalEvent, Event, TokensEvent
+from dynmo.events import EvalEvent, Event
 from dynmo.pipeline.case import Change, Dynamism, Layers, TokenShares
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of

@@ -29,7 +29,8 @@ import torch
 import dynmo
 from benchmarks import harness
 from benchmarks.output import main, markdown
-from dynmo.events import Event, RebalanceEvent, SpeedsEvent, StepResult
+from dynmo.change_events import RebalanceEvent, SpeedsEvent
+from dynmo.events import Event, StepResult
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.models.model import Model
 from dynmo.plan.placement import place

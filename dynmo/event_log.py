@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
+from dynmo import change_events  # noqa: F401  # its events are kinds, too
 from dynmo.errors import InputError, RunError
-from dynmo.events import Event, from_json, to_json
+from dynmo.events import Event
 from dynmo.files import LineLog, parse_json, read_text
+
+_WORDS = {"source": "from", "target": "to"}
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """Returns the record that is written for an event."""
+    return {
+        "event": event.event,
+        **{_WORDS.get(key, key): value for key, value in vars(event).items()},
+    }
+
+
+def from_json(record: dict[str, Any]) -> Event:
+    """Reads an event from a record.
+
+    Keys that the kind does not know are left out. Fields with a default may be missing, because an
+    older version did not write them.
+    """
+    kind = Event.kinds.get(str(record.get("event")))
+    if kind is None:
+        raise InputError(f"unknown event {record.get('event')!r}")
+    values: dict[str, Any] = {}
+    for each in fields(kind):
+        key = each.name
+        word = _WORDS.get(key, key)
+        if word not in record:
+            if key != "time" and (each.default, each.default_factory) != (MISSING, MISSING):
+                continue
+            raise InputError(f"event {kind.event!r} lacks {word!r}")
+        value = record[word]
+        values[key] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return kind(**values)
 
 
 class EventLog:

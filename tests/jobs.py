@@ -19,7 +19,8 @@ from unittest import mock
 from dynmo.cli import main
 from dynmo.config import Config, parse
 from dynmo.elastic.managers import parks
-from dynmo.events import Event, StepResult, to_json
+from dynmo.event_log import to_json
+from dynmo.events import Event, StepResult
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.run import come_back
 from dynmo.train.setup import model_of

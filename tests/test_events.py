@@ -13,33 +13,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.errors import InputError, RunError
-from dynmo.event_log import EventLog, read
-from dynmo.events import (
+from dynmo.change_events import (
     ChangeEvent,
-    CheckpointEvent,
-    DataEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
     GrowEvent,
-    HeldOutEvent,
-    PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
     ResizeEvent,
-    RollbackEvent,
     ScheduleEvent,
-    SkippedEvent,
     SpeedsEvent,
-    StepResult,
     TokensEvent,
-    from_json,
-    to_json,
+)
+from dynmo.errors import InputError, RunError
+from dynmo.event_log import EventLog, from_json, read, to_json
+from dynmo.events import (
+    CheckpointEvent,
+    DataEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    FaultEvent,
+    HeldOutEvent,
+    PostValidationEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepResult,
 )
 from tests.full_disk import files_up_to
 

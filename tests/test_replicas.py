@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from benchmarks.replicas import could_hide
+from dynmo.change_events import ReshapeEvent
 from dynmo.config import parse
 from dynmo.cost import costs_file
 from dynmo.event_log import read
-from dynmo.events import ReshapeEvent
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.pipeline.actions import Actions
 from dynmo.plan.partition import uniform

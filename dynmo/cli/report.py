@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynmo.cli.options import CommandOptions, command
 from dynmo.cli.output import check_plot, console_for_tables, save_plot
 from dynmo.errors import InputError
-from dynmo.event_log import read
-from dynmo.events import to_json
+from dynmo.event_log import read, to_json
 from dynmo.files import parse_toml, read_text
 
 if TYPE_CHECKING:

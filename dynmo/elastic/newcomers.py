@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from weakref import ref
 
+from dynmo.change_events import ReleaseEvent
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
 from dynmo.elastic.manager import RankPlace, count_text, own_node
 from dynmo.elastic.managers import make_manager
 from dynmo.elastic.newcomer import MOST, genuine, newcomer_from
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import Event, FaultEvent, ReleaseEvent
+from dynmo.events import Event, FaultEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
 from dynmo.runtime.comm.meeting import Meeting

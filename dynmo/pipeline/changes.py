@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dynmo.events import ChangeEvent, PostValidationEvent, TokensEvent
+from dynmo.change_events import ChangeEvent, TokensEvent
+from dynmo.events import PostValidationEvent
 from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.cases import Cases

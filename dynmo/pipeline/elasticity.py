@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from dynmo.change_events import GrowEvent, RepackEvent
 from dynmo.elastic.manager import RankPlace, count_text, own_place
 from dynmo.elastic.newcomer import NewcomerState
 from dynmo.elastic.newcomers import Handover, Newcomers
 from dynmo.errors import NoRoomError
-from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent
+from dynmo.events import Event, FaultEvent
 from dynmo.models.identity import Identity
 from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.cases import CaseContext

@@ -1,8 +1,8 @@
 """`Pipeline` trains one model over a world. The trainer of `dynmo train` uses it like a user.
 
-    parts      how it starts, resumes and joins
-    changes    what changes before a step: ranks, mesh, places of layers, cases
-    step       the batch is cut, the engine trains on it, the result is made and told
+parts      how it starts, resumes and joins
+changes    what changes before a step: ranks, mesh, places of layers, cases
+step       the batch is cut, the engine trains on it, the result is made and told
 """
 
 from __future__ import annotations

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynmo.cost.layer_cost import LayerCost
-from dynmo.errors import NoRoomError
-from dynmo.events import (
+from dynmo.change_events import (
     ChangeEvent,
-    Event,
     RebalanceEvent,
     RebalanceResultEvent,
     ReshapeEvent,
     ScheduleEvent,
     SpeedsEvent,
 )
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import NoRoomError
+from dynmo.events import Event
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.gathering import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import final
 
+from dynmo.change_events import RebalanceResultEvent
 from dynmo.cost.readings import WINDOW
-from dynmo.events import RebalanceResultEvent
 
 # Number of steps whose median is the time before or after a move.
 _GAIN_WINDOW = 5

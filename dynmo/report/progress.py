@@ -10,23 +10,25 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dynmo.events import (
+from dynmo.change_events import (
     ChangeEvent,
-    CheckpointEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
     GrowEvent,
-    HeldOutEvent,
-    PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
     ReleaseEvent,
     RepackEvent,
-    RollbackEvent,
     SpeedsEvent,
-    StepResult,
     TokensEvent,
+)
+from dynmo.events import (
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    FaultEvent,
+    HeldOutEvent,
+    PostValidationEvent,
+    RollbackEvent,
+    StepResult,
 )
 from dynmo.report.rank_lines import rank_text, speeds_text
 from dynmo.report.summary_text import layers_text, new_schedule_text

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynmo.events import (
-    FaultEvent,
-    GrowEvent,
-    ReleaseEvent,
-    RepackEvent,
-    ResizeEvent,
-    SpeedsEvent,
-    StepResult,
-)
+from dynmo.change_events import GrowEvent, ReleaseEvent, RepackEvent, ResizeEvent, SpeedsEvent
+from dynmo.events import FaultEvent, StepResult
 
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 

@@ -11,22 +11,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from dynmo.events import (
+from dynmo.change_events import (
     ChangeEvent,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    ReshapeEvent,
+    ResizeEvent,
+    SpeedsEvent,
+    TokensEvent,
+)
+from dynmo.events import (
     DataEvent,
     EndEvent,
     EvalEvent,
     Event,
     PostValidationEvent,
-    RebalanceEvent,
-    RebalanceResultEvent,
-    ReshapeEvent,
-    ResizeEvent,
     RollbackEvent,
     SkippedEvent,
-    SpeedsEvent,
     StepResult,
-    TokensEvent,
 )
 from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
 

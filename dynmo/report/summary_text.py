@@ -6,16 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from dynmo.events import (
-    ChangeEvent,
-    PostValidationEvent,
-    RebalanceEvent,
-    ReshapeEvent,
-    ResizeEvent,
-    RollbackEvent,
-    SkippedEvent,
-    SpeedsEvent,
-)
+from dynmo.change_events import ChangeEvent, RebalanceEvent, ReshapeEvent, ResizeEvent, SpeedsEvent
+from dynmo.events import PostValidationEvent, RollbackEvent, SkippedEvent
 from dynmo.report.rank_lines import account_text, rank_text, speeds_text
 from dynmo.report.summary import Changes, DataAccount, Summary
 from dynmo.report.token_lines import evaluation_text, tokens_text

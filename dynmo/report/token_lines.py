@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dynmo.events import EvalEvent, TokensEvent
+from dynmo.change_events import TokensEvent
+from dynmo.events import EvalEvent
 
 
 def tokens_text(event: TokensEvent) -> str:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dynmo import Loader, Pipeline, StepResult
+from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, with_options
 from dynmo.elastic.manager import own_node
 from dynmo.errors import InputError, RunError
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, HeldOutEvent
+from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting

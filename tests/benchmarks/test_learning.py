@@ -7,7 +7,7 @@ import pytest
 from benchmarks.exit_thresholds import BLOCKS, EXITS, limit
 from benchmarks.learning import RUNS, compute_of, step_flops
 from benchmarks.quality import config_of
-from dynmo.events import TokensEvent
+from dynmo.change_events import TokensEvent
 from dynmo.models.gpt import feed_forward_size
 
 STEPS = 20

@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
 from dynmo.event_log import EventLog
-from dynmo.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    RebalanceEvent,
-    RebalanceResultEvent,
-    StepResult,
-)
+from dynmo.events import EndEvent, EvalEvent, Event, StepResult
 from dynmo.report.comparison import comparison_table
 from dynmo.report.summary import summarize
 from tests.cli.plans import answer

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from dynmo.change_events import GrowEvent, ReleaseEvent, RepackEvent
 from dynmo.config import parse
 from dynmo.event_log import read
-from dynmo.events import EndEvent, GrowEvent, ReleaseEvent, RepackEvent, StepResult
+from dynmo.events import EndEvent, StepResult
 from tests.elastic.ray_cluster import ray_cluster, why_no_ray
 from tests.elastic.slurm import slurm_cluster, why_no_slurm
 from tests.jobs import SOURCE

@@ -16,7 +16,8 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
-from dynmo.events import Event, to_json
+from dynmo.event_log import to_json
+from dynmo.events import Event
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.run import come_back
 from dynmo.train.setup import model_of

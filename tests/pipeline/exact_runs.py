@@ -12,7 +12,8 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast, LayerCost, LinkCost
 from dynmo.cost.readings import WINDOW
 from dynmo.errors import NoRoomError, RunError
-from dynmo.events import Event, to_json
+from dynmo.event_log import to_json
+from dynmo.events import Event
 from dynmo.pipeline import pipeline
 from dynmo.pipeline.case import Change, Dynamism, Layers
 from dynmo.plan.partition import Partition

@@ -14,8 +14,9 @@ import dynmo
 from dynmo.cases.experts import Experts
 from dynmo.cases.experts.case import ExpertsCase
 from dynmo.cases.experts.layers import ExpertsHalf
+from dynmo.change_events import TokensEvent
 from dynmo.config import parse
-from dynmo.events import Event, TokensEvent
+from dynmo.events import Event
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change, Layers
 from dynmo.pipeline.counts import CountingCase, Counts

@@ -8,14 +8,8 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from dynmo.events import (
-    ChangeEvent,
-    EndEvent,
-    Event,
-    RebalanceEvent,
-    RebalanceResultEvent,
-    StepResult,
-)
+from dynmo.change_events import ChangeEvent, RebalanceEvent, RebalanceResultEvent
+from dynmo.events import EndEvent, Event, StepResult
 from dynmo.report.summary import Summary
 
 

@@ -6,16 +6,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from dynmo.events import (
-    ChangeEvent,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    RebalanceEvent,
-    RebalanceResultEvent,
-    StepResult,
-    TokensEvent,
-)
+from dynmo.change_events import ChangeEvent, RebalanceEvent, RebalanceResultEvent, TokensEvent
+from dynmo.events import CheckpointEvent, EndEvent, EvalEvent, StepResult
 from dynmo.report.progress import ProgressLine
 
 

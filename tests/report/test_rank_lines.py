@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent, StepResult
+from dynmo.change_events import GrowEvent, ReleaseEvent, RepackEvent, SpeedsEvent
+from dynmo.events import FaultEvent, StepResult
 from dynmo.report.rank_lines import account_text, rank_account, rank_text, speeds_text
 
 REPACK = RepackEvent(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, ReshapeEvent
+from dynmo.change_events import ChangeEvent, ReshapeEvent
+from dynmo.events import EndEvent, EvalEvent, Event
 from dynmo.report.summary import summarize
 from tests.report.records import change, end, move, phases_of, result, step
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynmo.events import (
-    DataEvent,
-    EvalEvent,
-    Event,
-    ReshapeEvent,
-    RollbackEvent,
-    SkippedEvent,
-    TokensEvent,
-)
+from dynmo.change_events import ReshapeEvent, TokensEvent
+from dynmo.events import DataEvent, EvalEvent, Event, RollbackEvent, SkippedEvent
 from dynmo.report.summary import summarize
 from dynmo.report.summary_text import event_lines, overview, phase_table, rebalance_lines
 from tests.report.records import cells, change, end, move, result, step

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from dynmo.change_events import ChangeEvent, RebalanceEvent
 from dynmo.config import load
 from dynmo.event_log import read
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepResult
+from dynmo.events import CheckpointEvent, EndEvent, StepResult
 from tests.cli.runs import tree
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES

@@ -26,10 +26,11 @@ from dynmo.cases.freezing.egeria import (
     relations,
     slope,
 )
+from dynmo.change_events import ChangeEvent
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.event_log import read
-from dynmo.events import ChangeEvent, StepResult
+from dynmo.events import StepResult
 from dynmo.extend import RunFacts
 from dynmo.kernels.seeds import seed_forward
 from dynmo.pipeline.actions import Actions

@@ -17,11 +17,12 @@ from dynmo.cases.sparse_attention.case import SparseAttentionCase, expected_rati
 from dynmo.cases.sparse_attention.dropped import Dropped
 from dynmo.cases.sparse_attention.hashed import Hashed
 from dynmo.cases.sparse_attention.layers import SharedAttentionHalf
+from dynmo.change_events import ChangeEvent
 from dynmo.config import parse
 from dynmo.cost.layer_cost import Forecast
 from dynmo.errors import ConfigError
 from dynmo.event_log import read
-from dynmo.events import ChangeEvent, StepResult
+from dynmo.events import StepResult
 from dynmo.models.options import ModelOptions
 from dynmo.pipeline.case import Change
 from dynmo.train.setup import model_of

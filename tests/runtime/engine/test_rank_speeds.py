@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynmo
-from dynmo.events import Event, RebalanceEvent, SpeedsEvent
+from dynmo.change_events import RebalanceEvent, SpeedsEvent
+from dynmo.events import Event
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.runtime.engine.rank_speeds import NOISE, Sample, SpeedEstimate, estimate_speeds
 from tests.pool import Pool
