@@ -36,7 +36,42 @@ def reachable(root: object, own: bool = False) -> Iterator[tuple[str, object]]:
     The root's own submodules are not among them. Its own parameters and buffers are if `own`, and
     if it also has them beside its modules.
     """
-    return _Search(root, own).found()
+    seen, held = set[int](), list[object]()
+
+    def reached(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, object]]:
+        if isinstance(value, _LEAVES) or id(value) in seen or depth > _DEEPEST:
+            return
+        if len(held) >= _MOST:
+            return
+        seen.add(id(value))
+        held.append(value)  # so that no id comes twice
+        if isinstance(value, Tensor | torch.Generator | nn.Module):
+            yield path, value
+            return
+        for name, each in _inside(value):
+            yield from reached(f"{path}{name}", each, depth + 1)
+
+    if not isinstance(root, nn.Module):
+        yield from reached(getattr(root, "__name__", "loss"), root)
+        return
+    parts = list(root.named_modules())
+    for _, part in parts:
+        seen.add(id(part))
+        if not own:
+            seen.update(map(id, (*part._parameters.values(), *part._buffers.values())))
+    for prefix, part in parts:
+        # A module of dynmo follows a change of its parameters. torch's hooks compute `x` from
+        # `x_orig` before each forward.
+        follows = own and any(each.__module__.startswith("dynmo.") for each in type(part).__mro__)
+        attributes = [
+            (name, value)
+            for name, value in vars(part).items()
+            if name not in _OF_TORCH
+            and not (follows and name.startswith("_"))
+            and f"{name}_orig" not in part._parameters
+        ]
+        for name, value in (*attributes, *_methods(type(part))):
+            yield from reached(f"{prefix}.{name}".lstrip("."), value)
 
 
 def modules_of(root: object) -> list[tuple[str, nn.Module]]:
@@ -64,52 +99,6 @@ def generators_of(*roots: object) -> dict[str, torch.Generator]:
             ):
                 found[path] = value
     return found
-
-
-class _Search:
-    def __init__(self, root: object, own: bool) -> None:
-        self._root, self._own = root, own
-        self._seen = set[int]()
-        self._left = _MOST
-        # Objects are held, so that no id comes twice.
-        self._held = list[object]()
-
-    def found(self) -> Iterator[tuple[str, object]]:
-        if not isinstance(self._root, nn.Module):
-            yield from self._of(getattr(self._root, "__name__", "loss"), self._root, 0)
-            return
-        parts = list(self._root.named_modules())
-        for _, part in parts:
-            self._seen.add(id(part))
-            if not self._own:
-                self._seen.update(map(id, (*part._parameters.values(), *part._buffers.values())))
-        for prefix, part in parts:
-            # A module of dynmo follows a change of its parameters. torch's hooks compute `x` from
-            # `x_orig` before each forward.
-            follows = self._own and any(
-                each.__module__.startswith("dynmo.") for each in type(part).__mro__
-            )
-            for name, value in vars(part).items():
-                if name in _OF_TORCH or (follows and name.startswith("_")):
-                    continue
-                if f"{name}_orig" not in part._parameters:
-                    yield from self._of(f"{prefix}.{name}".lstrip("."), value, 0)
-            for name, value in _methods(type(part)):
-                yield from self._of(f"{prefix}.{name}".lstrip("."), value, 0)
-
-    def _of(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, object]]:
-        if isinstance(value, _LEAVES) or id(value) in self._seen or depth > _DEEPEST:
-            return
-        self._left -= 1
-        if self._left < 0:
-            return
-        self._seen.add(id(value))
-        self._held.append(value)
-        if isinstance(value, Tensor | torch.Generator | nn.Module):
-            yield path, value
-            return
-        for name, each in _inside(value):
-            yield from self._of(f"{path}{name}", each, depth + 1)
 
 
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, type(None), torch.dtype)
