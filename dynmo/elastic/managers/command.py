@@ -23,7 +23,7 @@ from typing import IO
 
 from dynmo.elastic.manager import RankPlace
 from dynmo.elastic.managers.threaded import ThreadedManager, ending, shorten
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import ConfigError, RunError, one_line
 
 # A command that starts ranks must not pass these on, because they name a rank of this run.
 _RANK_VARIABLES = (
@@ -137,4 +137,4 @@ def _last_line(output: IO[bytes]) -> str:
     output.seek(max(0, size - 4096))
     lines = output.read(4096).decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
-    return shorten("".join(c for c in last if c.isprintable()))
+    return shorten(one_line(last))

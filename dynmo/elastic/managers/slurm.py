@@ -124,7 +124,7 @@ class SlurmStarter:
         """
         self._size, self._folder, self._job_options = size, folder, job_options
         self._job = os.environ.get("SLURM_JOB_ID")
-        self._steps: list[SlurmProcess] = []
+        self._started: list[SlurmProcess] = []
         listed = os.environ.get("SLURM_JOB_NODELIST", "")
         asked = ("partition",) if self._job is None else ("hostnames", listed)
         try:
@@ -136,26 +136,26 @@ class SlurmStarter:
 
     def start(self, rank: RankCommand) -> RankProcess:
         if self._job is None or rank.joins:
-            env = own_job_environment(rank.environment) | _local_ranks(0, 1)
-            name = f"--job-name={'dynmo-join' if rank.joins else 'dynmo'}"
-            return SlurmProcess(rank, [name, *self._job_options], env, None)
-        # A node has as many ranks as the others, in order. They share its devices, as under
-        # torchrun.
-        size, nodes = self._size, self._nodes[: self._size]
-        node_of = [nodes[each * len(nodes) // size] for each in range(size)]
-        node = node_of[rank.process]
-        place = (node_of[: rank.process].count(node), node_of.count(node))
-        env = {**rank.environment, **_local_ranks(*place)}
-        options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
-        self._steps.append(SlurmProcess(rank, options, env, node))
-        return self._steps[-1]
+            node, env = None, own_job_environment(rank.environment)
+            options = [f"--job-name={'dynmo-join' if rank.joins else 'dynmo'}", *self._job_options]
+            local_rank, local_size = 0, 1
+        else:
+            # A node has as many ranks as the others, in order. They share its devices, as under
+            # torchrun.
+            size, nodes = self._size, self._nodes[: self._size]
+            node_of = [nodes[each * len(nodes) // size] for each in range(size)]
+            node, env = node_of[rank.process], dict(rank.environment)
+            options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
+            local_rank, local_size = node_of[: rank.process].count(node), node_of.count(node)
+        env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+        self._started.append(SlurmProcess(rank, options, env, node))
+        return self._started[-1]
 
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         ended = [process.node for process in processes if isinstance(process, SlurmProcess)]
         kept = {os.environ.get("SLURMD_NODENAME"): "while the launcher runs there"}
-        for step in self._steps:
-            if step.poll() is None:
-                kept[step.node] = "until its last rank leaves"
+        running = [process.node for process in self._started if process.poll() is None]
+        kept |= dict.fromkeys(running, "until its last rank leaves")
         nodes, jobs = sorted({node for node in ended if node is not None}), ended.count(None)
         told = [f"{node} cannot be given back {kept[node]}" for node in nodes if node in kept]
         free = [node for node in nodes if node not in kept]
@@ -177,7 +177,3 @@ def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     inside = devices if "SLURM_JOB_ID" in environ else ()
     own = ("SLURM_", "SLURMD_", *inside)
     return {k: v for k, v in environ.items() if k == "SLURM_CONF" or not k.startswith(own)}
-
-
-def _local_ranks(rank: int, size: int) -> dict[str, str]:
-    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}

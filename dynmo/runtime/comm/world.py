@@ -11,7 +11,6 @@ code for one pipeline need not know that there are others.
 from __future__ import annotations
 
 import json
-import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -373,7 +372,7 @@ class World:
 
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""
-        late = self._not_waiting(what) if peers is None else list(peers)
+        late = self._not_waiting() if peers is None else list(peers)
         if not late and self is not self.everyone:  # some rank of another view keeps all waiting
             return self.everyone.late(None, what)
         me, others = self.describe_rank(self.rank), self.name_ranks(late)
@@ -384,12 +383,11 @@ class World:
             [self.global_rank(rank) for rank in late],
         )
 
-    def _not_waiting(self, what: str) -> list[int]:
+    def _not_waiting(self) -> list[int]:
         """Returns the other ranks that have not given up in this collective, by the store."""
         key = f"waiting/{self.global_rank(self.rank)}"
-        text = json.dumps({"host": socket.gethostname(), "what": what})
         try:
-            call_with_limit(1.0, lambda: self.store.set(key, text))
+            call_with_limit(1.0, lambda: self.store.set(key, "1"))
         except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
             return []
         time.sleep(min(1.0, self.timeout / 2))
