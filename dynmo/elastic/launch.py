@@ -7,8 +7,9 @@
     in the folder    entered-4          host, Slurm step        process 4 runs
                      failed-4                                   why process 4 ended
 
-The launcher owns the store. A process reaches only the folder before it has loaded torch, and when
-the store is lost. The environment variable DYNMO_RENDEZVOUS names the folder.
+The launcher owns the store. On one machine it needs no torch: its store is the folder, with a file
+for each key. A process reaches only the folder before it has loaded torch, and when the store is
+lost. The environment variable DYNMO_RENDEZVOUS names the folder.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
@@ -137,11 +136,9 @@ def _launch_folder(folder: Path | None) -> Iterator[Path]:
 def _signals() -> Iterator[list[int]]:
     """Yields SIGINT and SIGTERM that come while it is open. They ask for a stop."""
     asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
+    before = {
+        each: signal.signal(each, lambda number, _: asked.append(number)) for each in STOP_SIGNALS
+    }
     try:
         yield asked
     finally:
@@ -323,7 +320,9 @@ class Supervisor:
             self._ranks = [known[number] for number in ranks if number in known]
         for process in self._ranks:
             process.was_rank = True
-        self._leaving += [known[number] for number in give_back if number in known]
+        left = [*self._leaving, *(known[number] for number in give_back if number in known)]
+        # A parked rank may come back.
+        self._leaving = [process for process in left if process not in self._ranks]
         for _ in range(start if self._ranks[0].code is None else 0):
             try:
                 self.start(joins=True)

@@ -212,6 +212,17 @@ def test_rank_0_leaves_and_another_takes_over(
     assert capfd.readouterr().out == "of the first process\n"
 
 
+def test_rank_that_came_back_is_not_given_back(tmp_path: Path) -> None:
+    def rank_0(me: EmulatedProcess) -> Steps:
+        me.give_back(1)
+        yield from [None] * 30
+        me.ranks_are(0, 1)
+        yield from [None] * 100
+        yield from me.reports(0)
+
+    assert launch(tmp_path, rank_0, ends(after=60)) == (0, [])
+
+
 def test_slow_leaver_does_not_hold_back_other_released_ranks(tmp_path: Path) -> None:
     """The other released rank is reported after a while."""
 
