@@ -1,15 +1,21 @@
-"""The environment in which the process of a rank starts, and its end."""
+"""What is around the processes of a run: variables, the launch folder, signals, their end."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import shutil
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from dynmo.elastic.manager import own_node
+from dynmo.elastic.managers.local import STOP_SIGNALS
+from dynmo.errors import RunError
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
 # first launch may wait until the device is idle, which such a receive prevents. Streams that share
@@ -67,6 +73,36 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
         for name, value in FOR_RANKS_ON_CUDA.items():
             env.setdefault(name, value)
     return env
+
+
+@contextlib.contextmanager
+def launch_folder(folder: Path | None) -> Iterator[Path]:
+    try:
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="dynmo-"))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a launcher that was killed
+            folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error}") from None
+    try:
+        yield folder.absolute()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yields SIGINT and SIGTERM that come while it is open. They ask for a stop."""
+    asked: list[int] = []
+    before = {
+        each: signal.signal(each, lambda number, _: asked.append(number)) for each in STOP_SIGNALS
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_process(status: int) -> NoReturn:

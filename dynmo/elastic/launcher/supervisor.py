@@ -20,19 +20,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
-from dynmo.elastic.launcher.environment import most_local_ranks, process_environment
+from dynmo.elastic.launcher.environment import (
+    launch_folder,
+    most_local_ranks,
+    process_environment,
+    stop_signals,
+)
 from dynmo.elastic.launcher.failure import (
     STOPPED,
     Failure,
@@ -41,7 +44,7 @@ from dynmo.elastic.launcher.failure import (
     verdict,
 )
 from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
-from dynmo.elastic.managers.local import STOP_SIGNALS, LocalStarter
+from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
 
@@ -99,51 +102,19 @@ def spawn(
             "machines with torchrun or Slurm"
         )
     starter = LocalStarter() if starter is None else starter
-    with _launch_folder(folder) as path, _signals() as asked:
+    with launch_folder(folder) as path, stop_signals() as asked:
         run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
             for _ in range(size):
                 run.start()
             run.watch(FolderStore(path) if open_store is None else open_store())
-            status = run.verdict()
-            run.show_end()
-            return status
+            return run.verdict()
         finally:
             run.end()
             # The log has only crashes, because the output went to the terminal.
             log = log_folder / "rank-0.log"
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
-
-
-@contextlib.contextmanager
-def _launch_folder(folder: Path | None) -> Iterator[Path]:
-    try:
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="dynmo-"))
-        else:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a launcher that was killed
-            folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error}") from None
-    try:
-        yield folder.absolute()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Yields SIGINT and SIGTERM that come while it is open. They ask for a stop."""
-    asked: list[int] = []
-    before = {
-        each: signal.signal(each, lambda number, _: asked.append(number)) for each in STOP_SIGNALS
-    }
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(eq=False)
@@ -214,24 +185,18 @@ class Supervisor:
             entered=self.folder / f"entered-{number}",
             joins=joins,
         )
-        started = time.monotonic()
         try:
             handle = self.starter.start(rank)
         except (OSError, RunError) as error:
-            name = "process" if joins else "rank"
-            raise RunError(f"{name} {number} could not be started: {error}") from None
-        process = _Process(number, handle, not joins, started, entered=not joins)
+            name = f"{'process' if joins else 'rank'} {number}"
+            raise RunError(f"{name} could not be started: {error}") from None
+        process = _Process(number, handle, not joins, time.monotonic(), entered=not joins)
         self._processes.append(process)
         if not joins:
             self._ranks.append(process)
 
     def _log(self, number: int) -> Path:
         return self.log_folder / f"rank-{number}.log"
-
-    @property
-    def _outside(self) -> list[_Process]:
-        """Processes that are not ranks yet, or not any more."""
-        return [process for process in self._processes if process not in self._ranks]
 
     def watch(self, store: Store) -> None:
         """Waits until all ranks have ended, or the grace after a failure is over.
@@ -306,8 +271,7 @@ class Supervisor:
             return
         with contextlib.suppress(OSError), self._log(number).open("rb") as log:
             log.seek(self._shown[number])
-            lines = log.read()
-            lines = lines[: lines.rfind(b"\n") + 1]
+            lines = b"".join(log.read().rpartition(b"\n")[:2])
             self._shown[number] += len(lines)
             sys.stderr.write(lines.decode(errors="replace"))
 
@@ -334,8 +298,8 @@ class Supervisor:
         if process.was_rank and process.code in (0, STOPPED):
             return
         failure = self._failures().get(process.number)
-        how = how_it_ended(process.handle, self._log(process.number))
-        why = how if failure is None else f"failed: {failure.message}"
+        why = how_it_ended(process.handle, self._log(process.number))
+        why = why if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if process.was_rank else "did not join: it"
         what = f"process {process.number} {what} {why}"
         # A rank that has left was not asked for.
@@ -353,22 +317,22 @@ class Supervisor:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def show_end(self) -> None:
-        """Prints what the last rank 0 says of the run, if the first process has left."""
-        for path in self.folder.glob("printed-*[0-9]"):
-            sys.stdout.write(json.loads(path.read_text("utf-8"))["text"])
-
     def verdict(self) -> int:
+        """Judges the run, and prints what the last rank 0 says of it if the first has left."""
         self._look()
         ranks = {process.number: process.handle for process in self._ranks}
-        return verdict(ranks, self._failures(), self.log_folder, len(self.asked))
+        status = verdict(ranks, self._failures(), self.log_folder, len(self.asked))
+        for path in self.folder.glob("printed-*[0-9]"):
+            sys.stdout.write(json.loads(path.read_text("utf-8"))["text"])
+        return status
 
     def end(self) -> None:
         """Ends every process that still runs. Those outside may end by themselves first."""
-        for process in self._outside:
+        outside = [process for process in self._processes if process not in self._ranks]
+        for process in outside:
             process.ask_to_stop()
         end = time.monotonic() + _LAST
-        while any(p.code is None for p in self._outside) and time.monotonic() < end:
+        while any(process.code is None for process in outside) and time.monotonic() < end:
             if len(self.asked) > 1:
                 break
             time.sleep(_TICK)
