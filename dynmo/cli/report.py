@@ -95,7 +95,7 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
 
 
 def _print_run(summary: Summary) -> None:
-    from dynmo.report.summary_text import event_lines, overview, phase_table
+    from dynmo.report.lines import event_lines, overview, phase_table
 
     print(overview(summary))
     console_for_tables().print(phase_table(summary))

@@ -205,7 +205,7 @@ def _show(
 
         @cache
         def progress() -> Listener:
-            from dynmo.report.progress import ProgressLine
+            from dynmo.report.lines import ProgressLine
 
             return stack.enter_context(ProgressLine(config.name, config.train.steps))
 
@@ -231,8 +231,8 @@ def _show(
 
 def _print_summary(folder: Path, has_trained: bool) -> None:
     from dynmo.event_log import read
+    from dynmo.report.lines import event_lines, phase_table
     from dynmo.report.summary import summarize
-    from dynmo.report.summary_text import event_lines, phase_table
 
     summary = summarize(read(folder / "events.jsonl"))
     console_for_tables().print(phase_table(summary))

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from dynmo.report.lines import busy_text, share_text
 from dynmo.report.summary import Summary, cut_phases
-from dynmo.report.summary_text import busy_text, share_text
 
 NamedSummary = tuple[str, Summary]
 # SECTION.KEY of a config, and the value of each run.
@@ -48,31 +48,36 @@ def comparison_table(runs: Sequence[NamedSummary]) -> Table:
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
         "seconds, all steps": lambda run: f"{run.seconds:.1f}",
-        "seconds, whole run": lambda run: (
-            "-" if run.run_seconds is None else f"{run.run_seconds:.1f}"
-        ),
-        "measure + decide + move": lambda run: (
-            "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}"
-        ),
+        "seconds, whole run": lambda run: _or_dash(run.run_seconds, ".1f"),
+        "measure + decide + move": lambda run: _or_dash(_balancing(run), ".2f"),
         "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
-        "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
+        "ranks on average": lambda run: _or_dash(run.ranks and run.ranks.mean, ".1f"),
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
         "last phase: speed-up": lambda run: (
-            f"x{first.phases[-1].seconds / run.phases[-1].seconds:.2f}"
+            f"x{_gain(first, run):.2f}"
             if _last_change(runs, run) == _last_change(runs, first)
             else "-"
         ),
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
         "last phase: inherent bubble": lambda run: share_text(run.phases[-1].inherent_idle),
         "last phase: other idle time": lambda run: share_text(run.phases[-1].other_idle),
-        "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
-        "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
-        "weights": lambda run: "-" if run.digest is None else run.digest[:12],
-        "buffers": lambda run: "-" if run.buffers_digest is None else run.buffers_digest[:12],
+        "loss": lambda run: _or_dash(run.loss, ".6f"),
+        "held-out loss": lambda run: _or_dash(run.held_out, ".6f"),
+        "weights": lambda run: _or_dash(run.digest, ".12"),
+        "buffers": lambda run: _or_dash(run.buffers_digest, ".12"),
     }
     for heading, cell in rows.items():
         table.add_row(heading, *map(cell, summaries))
     return table
+
+
+def _or_dash(value: object, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _gain(first: Summary, run: Summary) -> float:
+    """Returns how much shorter a step of the last phase is."""
+    return first.phases[-1].seconds / run.phases[-1].seconds
 
 
 def _last_change(runs: Sequence[NamedSummary], run: Summary) -> int:
@@ -86,10 +91,9 @@ def _last_change(runs: Sequence[NamedSummary], run: Summary) -> int:
 
 def _balancing(run: Summary) -> float | None:
     """Returns the seconds of balancing, moves or not."""
-    parts = [
-        x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None
-    ]
-    return sum(parts) if parts else None
+    parts = (run.measure_seconds, run.decide_seconds, run.move_seconds)
+    known = [x for x in parts if x is not None]
+    return sum(known) if known else None
 
 
 def _speed_up(first: Summary, run: Summary) -> str:
@@ -98,9 +102,12 @@ def _speed_up(first: Summary, run: Summary) -> str:
     If the seconds of a whole run are unknown, it is the speed-up of the steps, and the text says
     so.
     """
-    if first.run_seconds is None or run.run_seconds is None:
-        return f"x{first.seconds / first.steps * run.steps / run.seconds:.2f} (steps)"
-    return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
+    whole = first.run_seconds, run.run_seconds
+    before, after = (first.seconds, run.seconds) if None in whole else whole
+    assert before is not None
+    assert after is not None
+    steps = " (steps)" if None in whole else ""
+    return f"x{before / first.steps * run.steps / after:.2f}{steps}"
 
 
 def noise(runs: Sequence[NamedSummary], differ: Differences | None) -> str | None:
@@ -138,21 +145,19 @@ def conclusion(runs: Sequence[NamedSummary], differ: Differences | None) -> str:
     """
     first = runs[0][1]
     gains: list[str] = []
-    is_odd = False
+    busy = None
     for name, run in runs[1:]:
         since = _last_change(runs, run)
         if since != _last_change(runs, first):
             continue
-        measured = first.phases[-1].seconds / run.phases[-1].seconds
+        measured, text = _gain(first, run), f"{name}: x{_gain(first, run):.2f}"
         predicted = _predicted(first, run, since) if _only_balance(differ) else None
-        if predicted is None or abs(measured / predicted - 1) <= _NOISE:
-            gains.append(f"{name}: x{measured:.2f}")
-        else:
-            gains.append(f"{name}: measured x{measured:.2f}, predicted x{predicted:.2f}")
-            is_odd = True
+        if predicted is not None and abs(measured / predicted - 1) > _NOISE:
+            text = f"{name}: measured x{measured:.2f}, predicted x{predicted:.2f}"
+            busy = busy_text([run for _, run in runs])
+        gains.append(text)
     if not gains:
         return verdict(runs)
-    busy = busy_text([run for _, run in runs]) if is_odd else None
     return f"{'; '.join(gains)} in the last phase{f': {busy}' if busy else ''}, {verdict(runs)}"
 
 
@@ -196,22 +201,17 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in config.items():
-        out |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        name = f"{prefix}{key}"
+        out |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return out
 
 
 def difference_line(changes: Differences) -> str:
+    if not changes:
+        return "the configs are the same"
     shown = [
         f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})"
         for key, values in changes.items()
     ]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return (
-        f"the configs differ in {', '.join(shown[:_SHOWN])}{more}"
-        if shown
-        else "the configs are the same"
-    )
+    return f"the configs differ in {', '.join(shown[:_SHOWN])}{more}"

@@ -1,7 +1,7 @@
 """Summarizes a run's events.
 
-A summary has the phases between changes, each with its measured step time. `summary_text` shows it,
-and `comparison` compares the summaries of several runs.
+A summary has the phases between changes, each with its measured step time. `lines` shows it, and
+`comparison` compares the summaries of several runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from statistics import median
 
 from dynmo.change_events import (
     ChangeEvent,
+    GrowEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    ReleaseEvent,
+    RepackEvent,
     ReshapeEvent,
     ResizeEvent,
     SpeedsEvent,
@@ -25,16 +28,17 @@ from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
+    FaultEvent,
     PostValidationEvent,
     RollbackEvent,
     SkippedEvent,
     StepResult,
 )
-from dynmo.report.rank_lines import RankAccount, RankEvent, rank_account
 
 Changes = (
     ChangeEvent | SpeedsEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 )
+RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 
 # Events that come before their step. A resumed run repeats them.
 _ACTS = (
@@ -96,6 +100,22 @@ class DataAccount:
     waited: float
     padding: float
     skipped: int
+
+
+@dataclass(frozen=True)
+class RankAccount:
+    """The number of ranks that the steps of a run had.
+
+    Attributes:
+        mean: Mean number of ranks, weighted by the seconds of the steps.
+        gpu_seconds: Ranks times seconds, over all steps.
+        returned: GPU-seconds of the ranks that were away, by the clock. None if the run has not
+            ended.
+    """
+
+    mean: float
+    gpu_seconds: float
+    returned: float | None
 
 
 @dataclass(frozen=True)
@@ -173,6 +193,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     changes = tuple(e for e in kept if isinstance(e, Changes))
     rank_events = tuple(e for e in kept if isinstance(e, RankEvent))
     seconds = sum(step.seconds for step in steps)
+    tokens = next((e for e in reversed(kept) if isinstance(e, TokensEvent)), None)
     evaluation = next((e for e in reversed(kept) if isinstance(e, EvalEvent)), None)
     end = next((e for e in reversed(kept) if isinstance(e, EndEvent)), None)
     # A run that was cut off right behind a checkpoint and resumed repeats no step. The seconds of
@@ -180,6 +201,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     whole = None if end is None or is_resumed or end.seconds < seconds else end
     known = [step.utilization for step in steps if step.utilization is not None]
     changed = _changed(steps, [*changes, *rank_events])
+    parts = ("measure_seconds", "decide_seconds", "move_seconds")
     return Summary(
         phases=cut_phases(steps, changed),
         rebalances=tuple(e for e in kept if isinstance(e, RebalanceEvent)),
@@ -190,24 +212,34 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss=steps[-1].loss if steps else None,
         held_out=evaluation.loss if evaluation else None,
         digest=end.weights_digest if end else None,
-        buffers_digest=end.buffers_digest if end else None,
-        reason=end.reason if end else None,
         changed=tuple(sorted(changed)),
         done=steps,
         run_seconds=whole.seconds if whole else None,
-        measure_seconds=whole.measure_seconds if whole else None,
-        decide_seconds=whole.decide_seconds if whole else None,
-        move_seconds=whole.move_seconds if whole else None,
-        tokens=next((e for e in reversed(kept) if isinstance(e, TokensEvent)), None),
+        **{key: getattr(whole, key, None) for key in parts},
+        **{key: getattr(end, key, None) for key in ("buffers_digest", "reason", "load", "cores")},
+        tokens=tokens,
         evaluation=evaluation,
         rank_events=rank_events,
-        ranks=rank_account(steps, rank_events, end.gpu_seconds_returned if end else None),
-        load=end.load if end else None,
-        cores=end.cores if end else None,
+        ranks=_rank_account(steps, rank_events, end.gpu_seconds_returned if end else None),
         data=_data_account([e for e in kept if isinstance(e, DataEvent)], seconds),
         utilization=median(known) if known else None,
         memory=max((max(step.memory, default=0) for step in steps), default=0),
     )
+
+
+def _rank_account(
+    steps: Sequence[StepResult], events: Sequence[RankEvent], returned: float | None
+) -> RankAccount | None:
+    """Adds up the ranks of a run."""
+    changes = [event for event in events if isinstance(event, ResizeEvent)]
+    if not changes or not steps:
+        return None
+    used = 0.0
+    for step in steps:
+        before = [event for event in changes if event.step <= step.step]
+        used += step.seconds * (before[-1].ranks_after if before else changes[0].ranks_before)
+    seconds = sum(step.seconds for step in steps)
+    return RankAccount(used / seconds, used, returned)
 
 
 def _data_account(events: Sequence[DataEvent], seconds: float) -> DataAccount | None:
@@ -267,16 +299,10 @@ def cut_phases(steps: Sequence[StepResult], changed: Collection[int]) -> tuple[P
 
 
 def _phase(group: Sequence[StepResult]) -> Phase:
-    counted = group[1:] or group
+    first, counted = group[0], group[1:] or group
+    keys = ("seconds", "tokens_per_s", "idle_ratio", "imbalance")
+    medians = (median(getattr(step, key) for step in counted) for key in keys)
     inherent = [s.inherent_idle for s in counted if s.inherent_idle is not None]
-    return Phase(
-        group[0].step,
-        group[-1].step,
-        group[0].layers,
-        group[0].frozen,
-        median(s.seconds for s in counted),
-        median(s.tokens_per_s for s in counted),
-        median(s.idle_ratio for s in counted),
-        median(s.imbalance for s in counted),
-        median(inherent) if inherent else None,
-    )
+    bubble = median(inherent) if inherent else None
+    steps = first.step, group[-1].step
+    return Phase(*steps, first.layers, first.frozen, *medians, inherent_idle=bubble)
