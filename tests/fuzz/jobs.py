@@ -5,9 +5,12 @@ Each function takes the job's world first.
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +57,14 @@ def train(
     except Exception as error:
         return _ended(events, error=type(error).__name__, status=None, text=traceback.format_exc())
     return _ended(events, **vars(result))
+
+
+def train_on_machines(world: Meeting, config: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """As `train`, on two machines, so that rank 0 is often among the first to leave."""
+    drawn = Random(1009 * config.get("seed", 0) + world.rank).choice("abbb")
+    machine = drawn if world.rank else "a"
+    with mock.patch.dict(os.environ, {"SLURMD_NODENAME": machine}):
+        return train(world, config, **others)
 
 
 def _ended(events: list[Event], **how: Any) -> dict[str, Any]:

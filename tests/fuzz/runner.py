@@ -117,7 +117,9 @@ class Runner:
         Raises Refusal or Failure where it did not end well.
         """
         ranks = parse(config).ranks
-        results = self._job("tests.fuzz.jobs:train", ranks, config=config, **arguments)
+        results = self._job("tests.fuzz.jobs:train_on_machines", ranks, config=config, **arguments)
+        # Each process has those of the time in which it was rank 0.
+        events = sorted((e for each in results for e in each["events"]), key=lambda e: e["time"])
         errors = [(rank, result) for rank, result in enumerate(results) if "error" in result]
         crash = next(((rank, result) for rank, result in errors if result["status"] is None), None)
         if crash is not None:
@@ -129,7 +131,7 @@ class Runner:
             text = result["text"]
             if result["status"] != 2:
                 raise Failure(f"the run failed on rank {rank} of {ranks}: {text}")
-            if any(event["event"] == "step" for event in results[0]["events"]):
+            if any(event["event"] == "step" for event in events):
                 raise Failure(f"refused in mid-run: {text}")
             if "\n" in text:
                 raise Failure("refused in more than one line", text)
@@ -137,7 +139,7 @@ class Runner:
         for key in ("weights_digest", "buffers_digest"):
             if len({result.get(key) for result in results if not result["left"]}) > 1:
                 raise Failure(f"wrong bits: the ranks differ in {key}")
-        return results[0]["events"]
+        return events
 
     def _job(self, function: str, ranks: int, **arguments: Any) -> list[Any]:
         if self._pool is None:
