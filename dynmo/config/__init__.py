@@ -1,7 +1,6 @@
 """The configuration file of a run: it joins the options of the rooms. Pure: no torch.
 
-sections.py   Config: the sections, which are the rooms' options, and the command's own keys
-checks.py     checks of values that must fit together
+sections.py   Config: the sections, which are the rooms' options, and whether they fit together
 reading.py    TOML and overrides -> Config, or one line that says what is wrong
 """
 

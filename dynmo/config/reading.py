@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from dynmo.config.checks import first_problem
 from dynmo.config.sections import Config
 from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, one_line
@@ -71,9 +70,6 @@ def parse(
             where = f"{where} and --set"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise _error(f"{where}: {text}{more}") from None
-    problem = first_problem(config)
-    if problem is not None:
-        raise _error(f"{where} and --set: {problem}" if overridden else f"{where}: {problem}")
     _check_kind(data, where, overridden)
     return config
 
@@ -230,25 +226,21 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown(parts: tuple[str, ...]) -> str:
-    """Says that a key is unknown, and suggests the nearest key.
+    """Says that a key is unknown, and what was meant.
 
-    Knows the keys of other trainers. Otherwise suggests a key of the same section, or else the same
-    word in another section. For an unknown section, compares the whole path.
+    That is what an option of another trainer is called here, a key of the same section, the same
+    word in another section, or the nearest path. Otherwise it lists the keys.
     """
-    key, section = ".".join(parts), parts[:-1]
+    key = ".".join(parts)
     advice = counterpart(parts[-1])
     if advice is not None and f"use {key}:" not in advice:
         return f"unknown key {key}; {advice}"
-    siblings, known = _fields(section), [".".join(path) for path in _keys()]
-    near = [
-        ".".join((*section, word))
-        for word in difflib.get_close_matches(parts[-1], siblings or (), 1)
-    ]
+    siblings, known = _fields(parts[:-1]), [".".join(path) for path in _keys()]
+    words = difflib.get_close_matches(parts[-1], siblings or (), 1)
+    near = [".".join((*parts[:-1], word)) for word in words]
     near = near or [path for path in known if path.endswith(f".{parts[-1]}")]
-    if siblings is None:
-        near = near or difflib.get_close_matches(key, known, 1)
+    near = near or difflib.get_close_matches(key, () if siblings else known, 1)
     if near:
         return f"unknown key {key}; did you mean {near[0]}?"
-    if siblings and section:
-        return f"unknown key {key}; [{'.'.join(section)}] has {', '.join(siblings)}"
-    return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
+    where = f"[{'.'.join(parts[:-1])}]" if siblings and parts[:-1] else "the top level"
+    return f"unknown key {key}; {where} has {', '.join(siblings or _fields(()) or ())}"

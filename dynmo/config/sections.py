@@ -5,12 +5,13 @@ Every key has a default, so that an empty file is a valid small run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import tomli_w
-from pydantic import AfterValidator, Field, create_model, model_serializer, model_validator
+from pydantic import AfterValidator, Field, create_model, model_serializer
 
 from dynmo.cases import CASES
 from dynmo.data.options import DataOptions, SourceName
@@ -25,6 +26,7 @@ from dynmo.pipeline.optimizer_options import (
     OwnOptimizer,
     TorchOptimizer,
 )
+from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
     MeshOptions,
     PipelineOptions,
@@ -34,6 +36,7 @@ from dynmo.pipeline.options import (
     grouped,
 )
 from dynmo.plan.options import Balance, Elastic
+from dynmo.plan.partition import nearest_divisors
 
 
 def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -80,25 +83,21 @@ class DataSection(DataOptions):
         other = self.held_out_source
         return (self.source,) if other is None else (self.source, other)
 
-    @model_validator(mode="after")
-    def _has_no_idle_options(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         for key in DataOptions.model_fields:
-            if (
-                key not in ("shuffle", "held_out")
-                and not self.has_samples
-                and getattr(self, key) != type(self).model_fields[key].default
-            ):
-                raise ValueError(
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and not self.has_samples and key not in ("shuffle", "held_out"):
+                yield (
                     f'data.{key} has no effect with data.source = "{self.source}", which has no '
                     "samples; leave it out"
                 )
         other = self.held_out_source
         if other is not None and _has_samples(other) != self.has_samples:
-            raise ValueError(
+            yield (
                 f'data.held_out = "{other}" and data.source = "{self.source}": one has samples, '
                 "and the other has text; use the same kind"
             )
-        return self
 
 
 class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
@@ -130,14 +129,6 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
     """Evaluations in a row without a lower held-out loss after which the run ends. Not set: it has
     all its steps."""
 
-    @model_validator(mode="after")
-    def _has_one_length(self) -> Self:
-        if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError(
-                f"train.epochs = {self.epochs:g} and train.steps = {self.steps}; give one of them"
-            )
-        return self
-
     @model_serializer(mode="wrap")
     def _without_other_length(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         data = serialize(self)
@@ -145,18 +136,18 @@ class TrainSection(TrainingOptions, LearningRate, AdamW, SGD):
             del data["steps"]
         return data
 
-    @model_validator(mode="after")
-    def _has_no_idle_options(self) -> Self:
-        if self.optimizer not in _OWN_OPTIMIZERS:
-            fields = type(self).model_fields
-            for key in ("weight_decay", "betas", "eps", "momentum"):
-                if getattr(self, key) != fields[key].default:
-                    raise ValueError(
-                        f'train.{key} has no effect with train.optimizer = "{self.optimizer}", '
-                        "which has its own; leave it out, or name a function that sets it "
-                        '(optimizer = "python:package.module:function")'
-                    )
-        return self
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            yield f"train.epochs = {self.epochs:g} and train.steps = {self.steps}; give one of them"
+        for key in ("weight_decay", "betas", "eps", "momentum"):
+            is_own = self.optimizer in _OWN_OPTIMIZERS
+            if not is_own and getattr(self, key) != type(self).model_fields[key].default:
+                yield (
+                    f'train.{key} has no effect with train.optimizer = "{self.optimizer}", '
+                    "which has its own; leave it out, or name a function that sets it "
+                    '(optimizer = "python:package.module:function")'
+                )
 
 
 class ParallelSection(WorldOptions, MeshOptions):
@@ -236,7 +227,7 @@ class MetricsSection(Options):
 class Config(Options):
     """A whole run. `runs/<name>/` is its folder.
 
-    Each value is valid by itself. `load` and `parse` also check that the values fit together.
+    A problem of values that do not fit together is one line that names their keys.
     """
 
     name: RunName = "quickstart"
@@ -265,6 +256,58 @@ class Config(Options):
     """The steps that `trace.json` records."""
     metrics: MetricsSection = MetricsSection()
     """Where the numbers of a run are written, beside its log."""
+
+    def _problems(self) -> Iterator[str]:
+        """Yields why values do not fit together. A line may rely on those before it."""
+        model, data, train, replicas = self.model, self.data, self.train, self.parallel.replicas
+        if model.kind == "emulated" and train.precision != "float32":
+            yield (
+                f'train.precision = "{train.precision}", but emulated layers compute nothing but '
+                "float32; leave it out"
+            )
+        if train.loss is not None and model.kind != "hf":
+            yield (
+                f'train.loss needs model.kind = "hf", not "{model.kind}"; a model of your own '
+                "returns its layers and its loss"
+            )
+        share = train.global_batch // replicas
+        for part, part_key, whole, whole_key in (
+            (replicas, "parallel.replicas", train.global_batch, "train.global_batch"),
+            (
+                train.micro_batch,
+                "train.micro_batch",
+                share,
+                "train.global_batch / parallel.replicas",
+            ),
+        ):
+            if whole % part:
+                near = nearest_divisors(part, whole)
+                wrong = f"{part_key} = {part} does not divide {whole_key} = {whole}"
+                yield f"{wrong}; nearest that do: {near}"
+        yield from problems(self.options, self.layer_count, model)
+        facts = self.facts(self.layer_count, on_cuda=False)
+        for case in CASES.values():
+            yield from case.model_problems(facts)
+        for key, is_set in (
+            ("train.patience", train.patience is not None),
+            ("checkpoint.keep_best", self.checkpoint.keep_best),
+        ):
+            if is_set and not train.eval_every:
+                yield f"{key} needs held-out losses; set train.eval_every"
+        if data.batching == "packed" and train.micro_batch == 1:
+            yield (
+                'data.batching = "packed" packs nothing with train.micro_batch = 1, one sample in '
+                "each microbatch; use 2 or more"
+            )
+        if train.eval_every and data.held_out == 0:
+            yield (
+                "train.eval_every needs held-out data; leave out data.held_out = 0, or give a share"
+            )
+        # The data tells the steps of epochs, and what depends on them is checked then.
+        endless = [*replace(facts, steps=sys.maxsize).problems()]
+        for problem in facts.problems():
+            if train.epochs is None or problem in endless:
+                yield problem
 
     @property
     def microbatches(self) -> int:
