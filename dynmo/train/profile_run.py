@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from statistics import median
 
-from dynmo import LayerCost, Pipeline
+from dynmo import LayerCost, Loader, Pipeline
 from dynmo.config import Config
 from dynmo.cost.costs_file import Profile
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.train.data import DataLoader
+from dynmo.train.data import DataLoader, loader_of
 from dynmo.train.setup import own_cases, start
 
 Listener = Callable[[int], None]
@@ -40,17 +40,25 @@ def run(
     with start(config, rendezvous) as (world, model):
         cases = [*config.dynamism.named.values(), *own_cases(config)]
         pipeline = Pipeline(model, world, cases=cases, **options)
-        loader = DataLoader(config, world, pipeline, model)
+        loader = (
+            loader_of(config, pipeline, model, {"step": 0})
+            if config.data.has_samples
+            else DataLoader(config, world, pipeline, model)
+        )
         readings: list[tuple[LayerCost, ...]] = []
         for step in range(steps + 1):
             pipeline.measured.forget()
-            inputs, targets, _ = loader.train(step)
-            pipeline.step(inputs, targets, adapt=step == 0)
+            if isinstance(loader, Loader):
+                pipeline.step(next(loader), adapt=step == 0)
+            else:
+                inputs, targets, _ = loader.train(step)
+                pipeline.step(inputs, targets, adapt=step == 0)
             costs = pipeline.measured.costs()
             if step:
                 readings.append(costs)
                 if listen is not None:
                     listen(step)
+        loader.close()
         measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
         return pipeline.measured.profile(steps, measured)
 

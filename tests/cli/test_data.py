@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ import tomli_w
 from transformers import AutoTokenizer
 
 from dynmo.config import load
+from dynmo.cost.costs_file import read
 from dynmo.data.corpus import TokenFile
 from dynmo.train import look_ahead
 from dynmo.train.data import open_batches, open_text
 from dynmo.train.setup import model_of
-from tests.cli.runs import Run, assert_refused
+from tests.cli.runs import Run, assert_refused, end
 from tests.combinations import mostly_matrix
+from tests.processes import start
 
 RECORDS = 300
 ROWS = [
@@ -64,6 +67,16 @@ def test_samples_that_are_encoded_ahead_give_the_same_batches(folder: Path, dynm
             for batches in (wanted, found)
         )
         assert one == other
+
+
+@pytest.mark.matrix
+def test_profile_measures_with_samples(folder: Path) -> None:
+    with (folder / "run.toml").open("a") as file:
+        file.write('[parallel]\npipeline = 2\ndevice = "cpu"\n')
+    line = [sys.executable, "-m", "dynmo", "profile", "run.toml", "--steps", "1", "--out", "c.json"]
+    done = end(start(line, folder), 120)
+    assert done.status == 0, done.err
+    assert len(read(folder / "c.json").layers) > 3
 
 
 def test_text_that_is_tokenised_ahead_has_the_same_tokens(folder: Path, dynmo: Run) -> None:
