@@ -9,8 +9,12 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,6 +36,7 @@ from dynmo.errors import InputError, RunError
 from dynmo.options import Count
 
 if TYPE_CHECKING:
+    from dynmo import LayerCost
     from dynmo.config import Config
     from dynmo.cost.costs_file import Profile
     from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -126,11 +131,10 @@ def _spawn(options: ProfileOptions, config: Config) -> int:
 def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) -> int:
     """Runs one rank. Rank 0 writes and prints the result. Returns the exit status."""
     from dynmo.cost.costs_file import to_json, write
-    from dynmo.train.profile_run import run
     from dynmo.train.setup import warnings_of
 
     if rendezvous.rank:
-        run(config, rendezvous, options.steps)
+        _measured(config, rendezvous, options.steps, lambda done, steps: None)
         return 0
     for warning in warnings_of(config):
         _logger.warning(warning)
@@ -140,7 +144,7 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
         stdout_for_json(options.as_json),
         progress(f"measuring {config.name}") as listen,
     ):
-        measured = run(config, rendezvous, options.steps, lambda step: listen(step, options.steps))
+        measured = _measured(config, rendezvous, options.steps, listen)
     assert options.out is not None
     write(options.out, measured)
     if options.as_json:
@@ -148,6 +152,62 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
     else:
         _print_text(measured, options.out)
     return 0
+
+
+def _measured(
+    config: Config, rendezvous: Rendezvous, steps: int, listen: Callable[[int, int], None]
+) -> Profile:
+    """Measures a model's layers over a few steps, as they run in training. All ranks call it.
+
+    The dynamic cases act before the first step only, which warms up and is not counted. They may
+    freeze a prefix, for example. Nothing changes later. A layer's figure is the median of the
+    steps, so that one disturbed step does no harm. Every rank gets the same profile.
+    """
+    from dynmo import Loader, Pipeline
+    from dynmo.train.data import DataLoader, loader_of
+    from dynmo.train.setup import own_cases, start
+
+    options = config.pipeline_arguments(
+        optimizer=config.optimizer.model_copy(update={"lr": 0.0}),
+        learning_rate=None,
+        elastic=None,
+        max_grad_norm=0.0,
+        check_memory=False,
+    )
+    with start(config, rendezvous) as (world, model):
+        cases = [*config.dynamism.named.values(), *own_cases(config)]
+        pipeline = Pipeline(model, world, cases=cases, **options)
+        loader = (
+            loader_of(config, pipeline, model, {"step": 0})
+            if config.data.has_samples
+            else DataLoader(config, world, pipeline, model)
+        )
+        readings: list[tuple[LayerCost, ...]] = []
+        with closing(loader):
+            for step in range(steps + 1):
+                pipeline.measured.forget()
+                if isinstance(loader, Loader):
+                    pipeline.step(next(loader), adapt=step == 0)
+                else:
+                    inputs, targets, _ = loader.train(step)
+                    pipeline.step(inputs, targets, adapt=step == 0)
+                costs = pipeline.measured.costs()
+                if step:
+                    readings.append(costs)
+                    listen(step, steps)
+        measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
+        return pipeline.measured.profile(steps, measured)
+
+
+def _median(costs: Sequence[LayerCost]) -> LayerCost:
+    """Returns a layer's cost with the median of each figure.
+
+    Sizes are the same in every step, unless they depend on a microbatch's content.
+    """
+    from dynmo.cost.costs_file import SIZES
+
+    middle = {name: median(getattr(x, name) for x in costs) for name in vars(costs[0])}
+    return replace(costs[0], **middle | {name: int(middle[name]) for name in SIZES})
 
 
 def _print_text(measured: Profile, out: Path) -> None:
