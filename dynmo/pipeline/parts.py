@@ -34,7 +34,7 @@ from dynmo.pipeline.cases import Cases, agree_on_cases, make_cases
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
-from dynmo.pipeline.options import PipelineOptions
+from dynmo.pipeline.options import Log, PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.results import Started, device_peak_flops
 from dynmo.pipeline.saving import (
@@ -94,10 +94,8 @@ class Parts:
         world: Meeting,
         options: PipelineOptions,
         cases: Sequence[CaseOptions | Dynamism],
-        *,
-        listen: Callable[..., None] | None,
-        trace: int,
-        check_memory: bool,
+        log: Log,
+        checks_memory: bool,
         watches_ranks: bool,
     ) -> None:
         for problem in problems(options, model.layers, model.options):
@@ -112,8 +110,9 @@ class Parts:
         self._make_cases = partial(make_cases, cases, facts)
         self.cases = self._make_cases()
         self.model, self.world, self.options = model, world, options
-        self.listens, self.tell = listen is not None, partial(_tell, listen)
-        self._trace, self._check_memory, self._watches_ranks = trace, check_memory, watches_ranks
+        self.listens, self.tell = log.listen is not None, partial(_tell, log.listen)
+        self._trace, self._checks_memory = log.trace, checks_memory
+        self._watches_ranks = watches_ranks
         self._memory_limit = rank_memory_limit(options, world)
         self._plan: RunPlan | None = None
         self.token_flops = 6 * (product_weights(model, model.build(())) or 0)
@@ -202,7 +201,7 @@ class Parts:
         costs, unknown = known_costs(options, model)
         if unknown is not None and self.world.everyone.rank == 0:
             _logger.warning(unknown)
-        if options.memory_limit is not None and is_new and self._check_memory:
+        if options.memory_limit is not None and is_new and self._checks_memory:
             check_later_ranks(options, model, costs, limit)
             self._plan = first_plan(options, model, costs, limit, unknown)
         return costs if unknown is None else None

@@ -139,15 +139,11 @@ class Pipeline:
         log: Log = _LOG,
     ) -> None:
         ranks = check_kinds(locals())
-        given = {
-            key: value for key, value in locals().items() if key in PipelineOptions.model_fields
-        }
-        for record in (parallel, training, log):
-            given |= dict(record)
+        given = locals() | dict(parallel) | dict(training) | dict(log)
+        given = {key: given[key] for key in PipelineOptions.model_fields if key in given}
         given["cases"] = tuple(each for each in cases if isinstance(each, CaseOptions))
         given["elastic"] = Elastic() if elastic is None else elastic
         given["pipeline"] = parallel.pipeline or 1
-        beside = {key: given.pop(key) for key in ("listen", "trace", "check_memory")}
         options = PipelineOptions(**given)
         if parallel.pipeline is None:
             options = options.model_copy(update={"pipeline": max(1, world.size // replicas)})
@@ -156,8 +152,8 @@ class Pipeline:
                 f"{options.pipeline} ranks of a pipeline and {replicas} replicas need "
                 f"{options.world_size} ranks, but the world has {world.size}"
             )
-        watches = elastic is not None
-        self._parts = Parts(model, ranks, options, cases, watches_ranks=watches, **beside)
+        checks, watches = training.check_memory, elastic is not None
+        self._parts = Parts(model, ranks, options, cases, log, checks, watches)
         if not ranks.is_outside:
             self._parts.start(resume)
         self.extra = self._parts.extra
