@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from dynmo.errors import RunError
 from dynmo.kernels.torch_private import is_compiled
 from dynmo.models.model import Model, defined_in, named_tensors
+from dynmo.models.tied import form_of
 
 # Attributes that every module has. Its tensors are described apart.
 _OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -166,7 +167,7 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
     for what, name, tensor in named_tensors(layer):
         own.add(id(tensor))
         trains = ", trains" if tensor.requires_grad else ""
-        yield f"{what} {name}", f"{_form(tensor)}{trains}"
+        yield f"{what} {name}", f"{form_of(tensor)}{trains}"
     for prefix, module in layer.named_modules():
         yield f"class of {prefix or 'the layer'}", _name_of(type(module))
         if is_compiled(module):
@@ -176,10 +177,6 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(list(value.values()))
             elif name not in _OWN:
                 yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(value)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _name_of(value: Any) -> str:
@@ -215,7 +212,7 @@ class _Writer:
     def _object(self, value: Any, depth: int) -> str:
         kind = _name_of(type(value))
         if isinstance(value, Tensor):
-            return _form(value) if id(value) in self._own else _tensor_text(value)
+            return form_of(value) if id(value) in self._own else _tensor_text(value)
         if isinstance(value, PurePath) or kind.startswith(_OPAQUE) or kind == "torch.device":
             return kind
         if isinstance(value, set | frozenset):
@@ -263,9 +260,9 @@ def _tensor_text(value: Tensor) -> str:
     # A tensor that was computed from parameters has values only where they are.
     is_parameter = isinstance(value, nn.Parameter)
     if is_parameter or value.is_meta or not value.is_leaf or value.layout != torch.strided:
-        return _form(value)
+        return form_of(value)
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return f"{_form(value)} {_digest(plain.view(torch.uint8).numpy().tobytes())}"
+    return f"{form_of(value)} {_digest(plain.view(torch.uint8).numpy().tobytes())}"
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:

@@ -142,12 +142,11 @@ def _find_function(where: str, path: str) -> Callable[[], object]:
         raise ConfigError(f"{where}: expected python:package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
-        ) from error
     except (Exception, SystemExit) as error:  # anything that the user's code raises
-        raise ConfigError(f"{where}: importing {module_name} raised {described(error)}") from error
+        raise ConfigError(
+            f"{where}: cannot import {module_name} ({described(error)}); run from its folder or "
+            "install it"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         file = getattr(module, "__file__", None)

@@ -48,10 +48,11 @@ def _problems(layers: Sequence[nn.Module], tied: Sequence[Pair]) -> Iterator[str
                 )
         (owner, owner_name), (user, name) = pair
         owned, used = (layers[index].get_parameter(each) for index, each in pair)
-        if _form(owned) != _form(used):
+        one, other = form_of(owned), form_of(used)
+        if one != other:
             yield (
-                f"tied names {owner_name} of layer {owner}, which is {_form(owned)}, and {name} of "
-                f"layer {user}, which is {_form(used)}; one weight has one shape"
+                f"tied names {owner_name} of layer {owner}, which is {one}, and {name} of layer "
+                f"{user}, which is {other}; one weight has one shape"
             )
         if owned is used and _holder(layers, *pair[0]) == _holder(layers, *pair[1]):
             yield (
@@ -67,7 +68,7 @@ def _names(layer: nn.Module) -> Iterator[str]:
             yield f"{prefix}.{name}".lstrip(".")
 
 
-def _form(tensor: Tensor) -> str:
+def form_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

@@ -25,7 +25,6 @@ from dynmo.models.huggingface.stubs import (
     Arguments,
     Borrowed,
     PassedOver,
-    Recorder,
     StandIn,
     Unowned,
     has_weights,
@@ -73,10 +72,11 @@ class Frame:
     ) -> None:
         self.structure, self.shared = structure, shared
         self.router, self.types = router, types
-        self._recorders: list[Recorder] = []
         # What stands for modules that other layers own.
         self.stand_ins: list[tuple[str, StandIn]] = []
-        whole = skeleton(structure.model, structure.blocks, self._unit, self._recorder)
+        whole, self._recorders = skeleton(
+            structure.model, structure.blocks, self._unit, structure.recorder
+        )
         self._base = whole.get_submodule(structure.base).eval()
         # Modules that hold the blocks. Their buffers move with the rank.
         self.spine = spine_in(whole, structure)
@@ -94,10 +94,6 @@ class Frame:
     def stand_in(self, path: str, module: nn.Module) -> StandIn:
         self.stand_ins.append((path, StandIn(module)))
         return self.stand_ins[-1][1]
-
-    def _recorder(self, index: int, block: nn.Module) -> Recorder:
-        self._recorders.append(Recorder(block, self.structure.elements[index]))
-        return self._recorders[-1]
 
     def arguments(
         self,
@@ -264,7 +260,6 @@ class EndShell(Shell):
 
     def __init__(self, frame: Frame, owned: Mapping[str, nn.Module], path: str) -> None:
         super().__init__(frame)
-        recorders = list[Recorder]()
         for where, module in owned.items():
             self.own(where, module)
         structure = frame.structure
@@ -278,11 +273,7 @@ class EndShell(Shell):
                 frame.stand_in(where, module) if where in structure.before else PassedOver(module)
             )
 
-        def block(index: int, module: nn.Module) -> nn.Module:
-            recorders.append(Recorder(module, structure.elements[index]))
-            return recorders[-1]
-
-        whole = skeleton(structure.model, structure.blocks, unit, block)
+        whole, recorders = skeleton(structure.model, structure.blocks, unit, structure.recorder)
         spine = spine_in(whole, structure)
         frame.spine += spine
         self._recorders = Unowned(recorders)

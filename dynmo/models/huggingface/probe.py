@@ -86,6 +86,9 @@ class Structure:
     def block_path(self, index: int) -> str:
         return f"{self.blocks}.{index}"
 
+    def recorder(self, index: int, block: nn.Module) -> Recorder:
+        return Recorder(block, self.elements[index])
+
 
 class _Probe(Recorder):
     """A recorder that runs its block on the meta device, to see what it returns."""
@@ -145,18 +148,13 @@ def structure_of(model: PreTrainedModel) -> Structure:
     _check_tensors(model, blocks)
     fill_spine(model, blocks)
     calls: list[int | str] = []
-    probes: list[_Probe] = []
 
     def unit(path: str, module: nn.Module) -> nn.Module:
         made = StandIn(module, traced=has_weights(module))
         made.register_forward_pre_hook(lambda *_: calls.append(path))
         return made
 
-    def block(index: int, module: nn.Module) -> nn.Module:
-        probes.append(_Probe(index, module, calls))
-        return probes[-1]
-
-    whole = skeleton(model, blocks, unit, block)
+    whole, probes = skeleton(model, blocks, unit, lambda at, block: _Probe(at, block, calls))
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
     seen = [list(probe.leaves()) for probe in probes]
@@ -329,13 +327,9 @@ def _arguments(
     model: nn.Module, blocks: str, elements: Sequence[int | None], embedded: Tensor
 ) -> list[Arguments]:
     """Returns the arguments of the blocks if these return nothing but hidden states."""
-    recorders: list[Recorder] = []
-
-    def block(index: int, module: nn.Module) -> nn.Module:
-        recorders.append(Recorder(module, elements[index]))
-        return recorders[-1]
-
-    whole = skeleton(model, blocks, lambda _, module: StandIn(module), block)
+    whole, recorders = skeleton(
+        model, blocks, lambda _, unit: StandIn(unit), lambda at, each: Recorder(each, elements[at])
+    )
     with torch.no_grad():
         _run(whole, inputs_embeds=embedded.clone())
     return [each.arguments for each in recorders]

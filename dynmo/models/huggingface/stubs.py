@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dynmo.kernels.torch_private import tree_leaves, tree_map_only, unset_fake_temporarily
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=nn.Module)
 
 _FIRST = "first_parameter"
 
@@ -256,9 +257,9 @@ def skeleton(
     model: nn.Module,
     blocks: str,
     unit: Callable[[str, nn.Module], nn.Module],
-    block: Callable[[int, nn.Module], nn.Module],
-) -> nn.Module:
-    """Returns a copy of a model with other modules.
+    block: Callable[[int, nn.Module], _M],
+) -> tuple[nn.Module, list[_M]]:
+    """Returns a copy of a model with other modules, and what stands for its blocks.
 
     Args:
         blocks: Path of the list of blocks.
@@ -267,8 +268,9 @@ def skeleton(
         block: Takes the index of a block, and the block. Returns what stands for it.
     """
     others = {path: unit(path, model.get_submodule(path)) for path in units_of(model, blocks)}
-    listed = model.get_submodule(blocks).named_children()
-    others |= {f"{blocks}.{key}": block(at, each) for at, (key, each) in enumerate(listed)}
+    listed = dict(model.get_submodule(blocks).named_children())
+    made = [block(at, each) for at, each in enumerate(listed.values())]
+    others |= {f"{blocks}.{key}": each for key, each in zip(listed, made, strict=True)}
     whole = shallow_copy(model)
     for path, stub in others.items():
         holder, original = whole, model
@@ -282,7 +284,7 @@ def skeleton(
     for path in spine_of(blocks):
         # A model takes its dtype and its device from its first parameter.
         whole.get_submodule(path)._parameters[_FIRST] = nn.Parameter(torch.empty(0), False)
-    return whole
+    return whole, made
 
 
 def set_first_parameter(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
