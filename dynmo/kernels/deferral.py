@@ -11,6 +11,7 @@ All other weight gradients are computed in B.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import cache, wraps
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.products import Products, SplitEmbedding
 from dynmo.kernels.split import SplitLinear, WeightTape, float32_gradients, splits
+
+_logger = logging.getLogger(__name__)
 
 # By exact type. A subclass may compute something else in `forward`.
 _REGISTERED: dict[type[nn.Module], type[nn.Module]] = {
@@ -94,8 +97,8 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     return next((plain for plain, split in _REGISTERED.items() if split is kind), kind)
 
 
-def share_that_waits(module: nn.Module, taken: Collection[Tensor]) -> float | None:
-    """Returns the share of a layer's weights whose gradients have waited for W in a microbatch.
+def has_said_what_waits(index: int, module: nn.Module, taken: Collection[Tensor]) -> bool:
+    """Warns if B has computed the gradients of most weights of a layer.
 
     Those of norms and biases do not count, since they take no time.
 
@@ -103,15 +106,23 @@ def share_that_waits(module: nn.Module, taken: Collection[Tensor]) -> float | No
         taken: Parameters whose gradients the layer's tape has taken.
 
     Returns:
-        None if no weight took part, because all tokens have left before.
+        Whether that is known. It is not if all tokens have left before, so no weight took part.
     """
     trained = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
     if not taken and all(p.grad is None or not p.grad.any() for p in trained):
-        return None
+        return False
     if not trained or (splits(module) and not isinstance(module, CaughtProducts)):
-        return 1.0  # a class that has opted in need not name its parameters
+        return True  # a class that has opted in need not name its parameters
     waiting = sum(p.numel() for p in trained if p in taken)
-    return waiting / max(1, sum(p.numel() for p in trained))
+    share = waiting / max(1, sum(p.numel() for p in trained))
+    if share < 0.5:
+        kind = type(getattr(module, "block", module)).__name__
+        _logger.warning(
+            f"layer {index} ({kind}), and those like it: the gradients of {share:.0%} of the "
+            "weights can wait for W, and B computes the others, so zero bubble gains little; see "
+            "dynmo.register_split"
+        )
+    return True
 
 
 def _owns_matrix(module: nn.Module) -> bool:

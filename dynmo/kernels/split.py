@@ -135,7 +135,7 @@ class WeightTape:
         taken: Takes the parameters whose gradients the tape takes. None takes nothing.
         hooks: The hooks on saved tensors under which products are noted. Under others, such as
             those of a checkpoint, a note would keep a tensor that the hooks let go.
-        loss_share: The gradient with which a loss of the layer's own starts (`add_loss`). A
+        loss_gradient: The gradient with which a loss of the layer's own starts (`add_loss`). A
             tensor without dimensions on the layer's device.
     """
 
@@ -143,7 +143,7 @@ class WeightTape:
         self.products: list[Product] = []
         self.deferred, self.taking = False, True
         self.hooks: Any = None
-        self.loss_share = torch.ones(())
+        self.loss_gradient = torch.ones(())
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.whole: frozenset[Tensor] = frozenset()
         self.is_reentrant = False
@@ -378,7 +378,9 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         share = (
-            torch.ones((), device=gradients[0].device) if ctx.tape is None else ctx.tape.loss_share
+            torch.ones((), device=gradients[0].device)
+            if ctx.tape is None
+            else ctx.tape.loss_gradient
         )
         return gradients[0], share.to(ctx.dtype), None
 

@@ -63,7 +63,7 @@ def test_tape_sets_the_loss_weight(layers: int, weight: float) -> None:
     modules, (x, targets) = build(layers), data()
     if weight != 1:
         modules[0].tape = WeightTape()
-        modules[0].tape.loss_share = torch.tensor(weight)
+        modules[0].tape.loss_gradient = torch.tensor(weight)
     for module in modules:
         x = module(x)
     (weight * mean(x, targets)).backward()
@@ -71,12 +71,12 @@ def test_tape_sets_the_loss_weight(layers: int, weight: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_share_is_read_in_the_backward(dtype: torch.dtype) -> None:
+def test_loss_gradient_is_read_in_the_backward(dtype: torch.dtype) -> None:
     """F may run before the loss scale of the step is known. The gradient keeps its dtype."""
     tape, a = WeightTape(), torch.ones((), dtype=dtype, requires_grad=True)
     out = add_loss(torch.zeros(2, requires_grad=True), 3 * a, tape)
     assert torch.equal(out, torch.zeros(2))
-    tape.loss_share = torch.tensor(0.5)
+    tape.loss_gradient = torch.tensor(0.5)
     out.sum().backward()
     assert a.grad is not None
     assert (a.grad.dtype, float(a.grad)) == (dtype, 1.5)
@@ -87,7 +87,7 @@ def test_loss_share_is_read_in_the_backward(dtype: torch.dtype) -> None:
 def test_stage_scales_the_own_loss(deferred: bool, scales: tuple[float, ...]) -> None:
     modules, (x, targets) = build(3), data()
     layers = [Layer(i, module, HostClock(), 0) for i, module in enumerate(modules)]
-    stage = Stage(layers, 0, mean, share=0.25)
+    stage = Stage(layers, 0, mean, loss_weight=0.25)
     for scale in scales:
         stage.scale_loss(scale)
     (loss,) = stage.forward(0, (x,), 0, targets, training=True)

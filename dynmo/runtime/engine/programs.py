@@ -85,7 +85,17 @@ class Programs:
         scale: float,
         is_validated: Callable[[Executor], bool] | None = None,
     ) -> StepOutput:
-        """Runs the program that trains, until this rank's gradients are complete."""
+        """Runs the program that trains, until this rank's gradients are complete.
+
+        These calls communicate, and all ranks make them together:
+
+            executor            compares the schedule, after layers have changed
+            _count              shares the number of counted targets, last stages among replicas
+            _look_at_layers     shares which layers have other modes, if a case skips layers
+            executor.run        sends activations and gradients from stage to stage, and begins to
+                                sum the gradients of a layer over the replicas after its last W
+            replicas.finish     waits for these sums
+        """
         store, executor = self._store, self.executor()
         counts = self._count(executor, batch.targets)
         executor.scale_loss(scale)
@@ -146,10 +156,10 @@ class Programs:
             return []
         stage.counts = None if targets is None else counts_of(store.model.count, targets)
         if stage.counts is not None and store.model.sums:
-            stage.total = 1.0
+            stage.counts_of_all = 1.0
         elif stage.counts is not None and shares:
             own = torch.tensor(math.fsum(stage.counts), dtype=torch.float64)
-            stage.total = math.fsum(
+            stage.counts_of_all = math.fsum(
                 store.world.peers.gather(own, "the number of counted targets").tolist()
             )
         return list(stage.counts or ())
@@ -227,12 +237,12 @@ class Programs:
         stages: dict[int, Stage] = {}
         for stage in store.own_stages:
             own = [store.layers[i] for i in store.layout.partition.range_of(stage)]
-            share = 1 / (microbatches * world.replicas)
+            weight = 1 / (microbatches * world.replicas)
             count = sum(layer.index < frozen for layer in own)
             loss = store.model.loss if stage == last else None
             pieces = store.pieces if stage == last else None
             stages[stage] = Stage(
-                own, first, loss, share, count, self._run_frozen, world.device, pieces
+                own, first, loss, weight, count, self._run_frozen, world.device, pieces
             )
             stages[stage].router_loss = store.model.router_loss
             stages[stage].is_double = store.is_double

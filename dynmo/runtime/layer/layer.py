@@ -15,7 +15,6 @@ CPU) compute other bits without one. The first graph is dropped at once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.deferral import install, share_that_waits
+from dynmo.kernels.deferral import has_said_what_waits, install
 from dynmo.kernels.graph import adds_at_once, reaches
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.seeds import seed_forward
@@ -46,8 +45,6 @@ from dynmo.runtime.layer.span import (
     without_hooks,
 )
 from dynmo.schedule.op import Kind
-
-_logger = logging.getLogger(__name__)
 
 
 class Layer:
@@ -232,7 +229,9 @@ class Layer:
         node = x.grad_fn
         self.writes.renew()
         outputs, _ = self._call(inputs, finish, True)
-        given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
+        given, differentiable = self.outputs.differentiable(
+            microbatch, inputs, outputs, finish is not None
+        )
         products = self.tape.take_products()
         if reaches(outputs, node):
             behind.layers.append(self)
@@ -246,16 +245,6 @@ class Layer:
         self._spans[microbatch] = self._open = span
         return given
 
-    def _differentiable(
-        self, microbatch: int, inputs: Tensors, outputs: Tensors, finish: Finish | None
-    ) -> tuple[Tensors, tuple[bool, ...]]:
-        """Returns the outputs to hand on, and which of them get a gradient."""
-        if finish is not None:
-            # The loss gets a gradient even if it requires none. Its graph is then empty.
-            return outputs, (True,) * len(outputs)
-        given = self.outputs.like_first(microbatch, inputs, outputs, graph=True)
-        return given, tuple([y.requires_grad for y in given])
-
     def _forward_for_backward(
         self, microbatch: int, inputs: Tensors, step: int, finish: Finish | None
     ) -> Tensors:
@@ -268,7 +257,9 @@ class Layer:
         leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
         seed = partial(self.seed_forward, inputs[0].device, step, microbatch)
         outputs, buffers = self._call.kept(inputs, finish, recompute, measured is not None, seed)
-        given, differentiable = self._differentiable(microbatch, inputs, outputs, finish)
+        given, differentiable = self.outputs.differentiable(
+            microbatch, inputs, outputs, finish is not None
+        )
         products = self.tape.take_products()
         if recompute:  # the graph goes here
             graph = partial(self._call.rebuilt, inputs, finish, buffers, seed)
@@ -345,7 +336,7 @@ class Layer:
         for layer in span.layers:
             layer._groups.after_input(microbatch)
             if layer.tape.taken is not None:
-                layer._warn_of_early_weights()
+                layer.warns = not has_said_what_waits(layer.index, layer.module, layer.tape.taken)
         between = self.clock.mark() if start is not None and apart and not deferred else None
         for layer, work in zip(reversed(span.layers), reversed(works), strict=True):
             if work:
@@ -385,20 +376,6 @@ class Layer:
             for layer in span.layers:
                 layer.tape.taking = False
         return found
-
-    def _warn_of_early_weights(self) -> None:
-        """Warns if B computes the gradients of most weights."""
-        share = share_that_waits(self.module, self.tape.taken or ())
-        if share is None:
-            return
-        self.warns = False
-        if share < 0.5:
-            kind = type(getattr(self.module, "block", self.module)).__name__
-            _logger.warning(
-                f"layer {self.index} ({kind}), and those like it: the gradients of {share:.0%} of "
-                "the weights can wait for W, and B computes the others, so zero bubble gains "
-                "little; see dynmo.register_split"
-            )
 
     def backward_weight(self, microbatch: int) -> None:
         start = self.clock.mark() if self.is_timed else None

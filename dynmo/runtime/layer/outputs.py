@@ -71,6 +71,16 @@ class Outputs:
                 raise ConfigError(f"{what} {reason}")
         return tuple(y.contiguous() for y in outputs)
 
+    def differentiable(
+        self, microbatch: int, inputs: Tensors, outputs: Tensors, is_loss: bool
+    ) -> tuple[Tensors, tuple[bool, ...]]:
+        """Returns the outputs to hand on, and which of them get a gradient."""
+        if is_loss:
+            # The loss gets a gradient even if it requires none. Its graph is then empty.
+            return outputs, (True,) * len(outputs)
+        given = self.like_first(microbatch, inputs, outputs, graph=True)
+        return given, tuple([y.requires_grad for y in given])
+
     def like_first(
         self, microbatch: int, inputs: Tensors, outputs: Tensors, graph: bool
     ) -> Tensors:

@@ -27,10 +27,11 @@ class Stage:
         first_trainable: Global index of the first layer that trains. A layer below it keeps
             nothing, and B stops there.
         loss: Takes (output, targets) and returns a scalar. Only on the model's last stage.
-        share: Part of a microbatch in the step: one over the global number of microbatches.
+        loss_weight: Weight of a microbatch's loss in the loss of the step: one over the number of
+            microbatches of all replicas.
         frozen: Number of leading layers that are frozen.
         run_frozen: Runs F of these layers. None runs them like the others.
-        device: Device of the tensor that holds the share. A copy to it would hold up each B.
+        device: Device of the loss's gradients. A copy to it would hold up each B.
         pieces: Cuts microbatches for the last layer and the loss. None leaves them whole.
 
     Attributes:
@@ -41,10 +42,9 @@ class Stage:
             for a search.
         counts: Number of targets that the loss of each microbatch counts. None means that all
             microbatches count alike.
+        counts_of_all: Sum of `counts` over all replicas. 1 if the losses are added up.
         router_loss: Takes the model's output. Returns the part of the loss that routers add.
         router_losses: That part in each microbatch, on the last stage.
-        total: Their sum over all microbatches of the step and all replicas. 1 if the losses are
-            added up.
     """
 
     collected: dict[int, object] | None = None
@@ -52,7 +52,7 @@ class Stage:
     look: Callable[[bool, int, int, Sequence[Tensor | None]], None] | None = None
     router_loss: Callable[[Any], Tensor] | None = None
     counts: Sequence[float] | None = None
-    total: float = 0.0
+    counts_of_all: float = 0.0
     is_double: bool = False
 
     def __init__(
@@ -60,7 +60,7 @@ class Stage:
         layers: Sequence[Layer],
         first_trainable: int,
         loss: Callable[[Any, Any], Tensor] | None = None,
-        share: float = 1.0,
+        loss_weight: float = 1.0,
         frozen: int = 0,
         run_frozen: PrefixRunner | None = None,
         device: torch.device | None = None,
@@ -68,7 +68,7 @@ class Stage:
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
         self._frozen, self._run_frozen = frozen, run_frozen
-        self._portion, self._device, self._pieces = share, device, pieces
+        self._loss_weight, self._device, self._pieces = loss_weight, device, pieces
         self.router_losses = dict[int, Tensor]()
         self.scale_loss(1.0)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
@@ -76,13 +76,16 @@ class Stage:
     def scale_loss(self, scale: float) -> None:
         """From the next B on, gradients are those of `scale` times the loss."""
         dtype = torch.float64 if self.is_double else torch.float32
-        self._share = torch.full((), self._portion * scale, dtype=dtype, device=self._device)
+        weight = scale * self._loss_weight
+        self._loss_gradient = torch.full((), weight, dtype=dtype, device=self._device)
         for layer in self.layers:
-            layer.tape.loss_share = self._share
-        self._shares = None
+            layer.tape.loss_gradient = self._loss_gradient
+        # Of each microbatch, if these count differently.
+        self._loss_gradients = None
         if self.counts is not None:
-            parts = [scale * count / (self.total or 1.0) for count in self.counts]
-            self._shares = torch.tensor(parts, dtype=dtype, device=self._device).unbind()
+            weights = [scale * count / (self.counts_of_all or 1.0) for count in self.counts]
+            gradients = torch.tensor(weights, dtype=dtype, device=self._device)
+            self._loss_gradients = gradients.unbind()
 
     def begin(self) -> None:
         for layer in self.layers:
@@ -192,7 +195,8 @@ class Stage:
         `gradients` are those of the outputs. None on the last stage, whose output is the loss.
         """
         if gradients is None:
-            gradients = (self._share if self._shares is None else self._shares[microbatch],)
+            of_each = self._loss_gradients
+            gradients = (self._loss_gradient if of_each is None else of_each[microbatch],)
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
             if self.look is not None:
