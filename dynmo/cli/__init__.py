@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_status)
     except _ClickException as error:
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-        return _fail(f"{message} ('{_help(error)} --help' lists what there is)", 2)
+        context = getattr(error, "ctx", None)
+        called = "dynmo" if context is None else context.command_path
+        return _fail(f"{message} ('{called} --help' lists what there is)", 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except BrokenPipeError:
@@ -126,18 +128,9 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _help(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    return "dynmo" if context is None else context.command_path
-
-
 def _place(error: Exception) -> str:
     """Returns the innermost place in dynmo's own code that the error came through."""
     package = Path(__file__).parents[1]
-    places = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(package)
-    ]
-    last = places[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    *_, last = (frame for frame in frames if Path(frame.filename).is_relative_to(package))
     return f"{Path(last.filename).relative_to(package.parent)}:{last.lineno}"

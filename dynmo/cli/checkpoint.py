@@ -85,6 +85,11 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
     found, source, seed = ModelOptions(kind="hf"), options.model, 0
     if source is None:
         config = _config_of(path)
+        if config is None:
+            raise InputError(
+                f"{path} belongs to no run of dynmo train (its config.toml is missing); give the "
+                "folder that the model was loaded from, with --model FOLDER"
+            )
         if config.model.kind != "hf":
             raise ConfigError(
                 f'{path} is of a run with model.kind = "{config.model.kind}"; only a model of '
@@ -104,29 +109,19 @@ def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceM
 
 def _import_forms(path: Path, layers: int) -> None:
     """Imports the cases of the run's user if a layer has weights that they have packed."""
-    from dynmo.config import load
     from dynmo.kernels.packed_weight import unknown_form
     from dynmo.runtime.state.checkpoint import load_manifest
     from dynmo.train.setup import own_cases
 
     missing = (unknown_form(load_manifest(path, index).forms) for index in range(layers))
-    if any(missing) and (file := _file_of(path)).is_file():
+    if any(missing) and (config := _config_of(path)) is not None:
         import_from_working_folder()
-        own_cases(load(file))
+        own_cases(config)
 
 
-def _file_of(path: Path) -> Path:
-    return path.resolve().parents[1] / "config.toml"
-
-
-def _config_of(path: Path) -> Config:
-    """Returns the config of the run that a checkpoint belongs to."""
+def _config_of(path: Path) -> Config | None:
+    """Returns the config of the run that a checkpoint belongs to. None if there is no run."""
     from dynmo.config import load
 
-    file = _file_of(path)
-    if not file.is_file():
-        raise InputError(
-            f"{path} belongs to no run of dynmo train ({file} is missing); give the folder that "
-            "the model was loaded from, with --model FOLDER"
-        )
-    return load(file)
+    file = path.resolve().parents[1] / "config.toml"
+    return load(file) if file.is_file() else None

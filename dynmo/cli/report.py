@@ -63,12 +63,7 @@ def _summary(folder: Path) -> Summary:
             else "is not a run: it has no events.jsonl"
         )
         raise InputError(f"{folder} {what}")
-    try:
-        summary = summarize(read(log))
-    except UnicodeDecodeError:
-        raise InputError(f"{log} cannot be read: not text in UTF-8") from None
-    except OSError as error:
-        raise InputError(f"{log} cannot be read: {error}") from None
+    summary = summarize(read(log))
     if not summary.phases:
         raise InputError(f"{log} has no steps yet")
     return summary
