@@ -13,6 +13,7 @@ Ray. Each `RankProcess` says how it goes on.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Kind = Literal["released", "started", "failed"]
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from dynmo.elastic.manager import own_node
-from dynmo.elastic.managers.local import STOP_SIGNALS
+from dynmo.elastic.manager import STOP_SIGNALS, own_node
 from dynmo.errors import RunError
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its

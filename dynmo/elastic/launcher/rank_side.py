@@ -16,8 +16,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from dynmo.elastic.launcher.failure import Failure
-from dynmo.elastic.manager import own_node
-from dynmo.elastic.managers.local import STOP_SIGNALS
+from dynmo.elastic.manager import STOP_SIGNALS, own_node
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 from dynmo.files import write_whole
 

@@ -9,9 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from dynmo.elastic.manager import RankCommand, RankProcess
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from dynmo.elastic.manager import STOP_SIGNALS, RankCommand, RankProcess
 
 
 class LocalProcess(subprocess.Popen[bytes]):
