@@ -70,7 +70,7 @@ class Actions:
     def _shared_flags(self) -> Frozen:
         store = self._pending.final
         if store.layers:  # a newcomer is still alone
-            store.share_flags()
+            store.frozen.share(store.world, store.layers)
         return store.frozen
 
     def _check_layers(self, layers: Collection[int]) -> None:
@@ -123,7 +123,7 @@ class Actions:
             partial(store.moved, layout, plan),
         )
         store.tied.join()
-        store.share_flags()
+        store.frozen.share(store.world, store.layers)
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
         if layout.stage_ranks != before.stage_ranks:
@@ -169,7 +169,7 @@ class Actions:
         migration = exchange(
             everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, adopt
         )
-        store.share_flags()
+        store.frozen.share(store.world, store.layers)
         self._profiler.forget(move.layer for move in plan)
         self._schedule_keeper.reshaped(measure_links(store.world, layout.pairs))
         self._on_recompute_change(before.recomputed ^ layout.recomputed)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import nn
 
 from dynmo.errors import RunError
 from dynmo.models.tied import Pair
+from dynmo.runtime.comm.world import World
 
 
 class Frozen:
@@ -28,7 +30,7 @@ class Frozen:
     def first_trainable(self) -> int:
         """The global index of the first layer with something to train."""
         for index, module in enumerate(self._modules):
-            if any(p.requires_grad for p in module.parameters()):
+            if _trains(module):
                 return index
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
@@ -36,11 +38,7 @@ class Frozen:
         """Returns the first trainable layer once these layers are frozen too, or None."""
         gone = set(layers) | self.layers
         return next(
-            (
-                i
-                for i, m in enumerate(self._modules)
-                if i not in gone and any(p.requires_grad for p in m.parameters())
-            ),
+            (i for i, m in enumerate(self._modules) if i not in gone and _trains(m)),
             None,
         )
 
@@ -63,8 +61,24 @@ class Frozen:
                 self._modules[index].get_parameter(name).requires_grad_(True)
         self._freeze_tied()
 
+    def share(self, world: World, own: Collection[int]) -> None:
+        """Tells all ranks which layers train, if a loop has changed `requires_grad` by itself."""
+        table = torch.zeros(len(self._modules), dtype=torch.int64)
+        for index in own:
+            table[index] = 1 + _trains(self._modules[index])
+        world.everyone.largest(table, "which layers train")
+        for index, flag in enumerate(table.tolist()):
+            module = self._modules[index]
+            if index not in own and _trains(module) != (flag == 2):
+                for parameter in module.parameters():
+                    parameter.requires_grad_(flag == 2 and parameter.is_floating_point())
+
     def _freeze_tied(self) -> None:
         """Freezes a tied weight with its owner, in every use, because it is one weight."""
         for (owner, owner_name), (user, name) in self._tied:
             trains = self._modules[owner].get_parameter(owner_name).requires_grad
             self._modules[user].get_parameter(name).requires_grad_(trains)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

@@ -21,24 +21,21 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError, ConfigError, RunError
+from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
-from dynmo.kernels.packed_weight import unknown_form
 from dynmo.models.group_placement import GroupPlacement
-from dynmo.models.identity import Identity, identity_of
-from dynmo.models.model import Model, named_tensors
+from dynmo.models.identity import identity_of
+from dynmo.models.model import Model
 from dynmo.plan.partition import Layout, Move
-from dynmo.runtime.comm.agreement import first_difference, share_failures
+from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.census import follow_hooks, hooks_of, set_modes, set_scalars
+from dynmo.runtime.layer.census import set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import token_pieces_of
-from dynmo.runtime.layer.reads import kept_aside, others_of
+from dynmo.runtime.layer.reads import others_of
 from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.precision import lower as lower_precision
@@ -47,6 +44,14 @@ from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.update import Update
 from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.frozen_weights import Frozen
+from dynmo.runtime.state.layer_checks import (
+    check_arrival,
+    check_layer,
+    check_moments,
+    check_same_groups,
+    check_same_model,
+    check_views,
+)
 from dynmo.runtime.state.layer_tensors import Contents, fill
 from dynmo.runtime.state.migration import Arrival
 
@@ -111,11 +116,11 @@ class LayerStore:
         self.groups = ParameterGroups(options.optimizer, model, self.modules, world.device)
         self.identity = identity_of(model, self.modules).with_code(self.groups.code)
         if not is_bare:
-            _check_same(world, self.identity)
+            check_same_model(world, self.identity)
         if options.zero:
             self.groups.check_is_elementwise("zero = 1")
         if not is_bare:
-            _check_same_groups(world, self.groups)
+            check_same_groups(world, self.groups)
         # The groups that each replica holds, if replicas share them.
         self.spread = (
             _shards(world, options.expert, self.modules)
@@ -133,7 +138,8 @@ class LayerStore:
         self.update = Update()
         self.replicas = self._new_replicas()
         for index in own:
-            self._check_views(index)
+            tied = {name for _, (user, name) in model.tied if user == index}
+            check_views(index, self.modules[index], tied, world.device, options.dtype)
             module = self.modules[index].to(world.device)
             self._adopt(index, module, {}, masters=lower_precision(module, options.dtype))
         self.tied = self._find_tied()
@@ -174,7 +180,7 @@ class LayerStore:
         keep a share only. `masters` are float32 weights of a new layer, by parameter.
         """
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
-        _check(index, module, self.world.replicas)
+        check_layer(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
         weights = [] if self.spread is None else self.spread.connect(index, module)
@@ -212,20 +218,6 @@ class LayerStore:
         layer.beside.put(_with_prefix(_BESIDE, optimizer_state))
         kept = _with_prefix(_KEPT, optimizer_state)
         self.kept[index] = {name: t.cpu() for name, t in kept.items()}
-
-    def _check_views(self, index: int) -> None:
-        """Refuses a view of a tensor that is to get another memory, for its type, say."""
-        module, device, dtype = self.modules[index], self.world.device, self._options.dtype
-        changing = {
-            name
-            for _, name, x in named_tensors(module)
-            if x.layout == torch.strided
-            and (not x.is_contiguous() or x.device.type != device.type or dtype != torch.float32)
-        }
-        tied = {name for _, (user, name) in self.model.tied if user == index}
-        reason = kept_aside(module, changing, tied, own=False) if changing else None
-        if reason is not None:
-            raise ConfigError(f"layer {index} ({type(module).__name__}) {reason}")
 
     def _find_tied(self) -> TiedWeights:
         # A cycle would keep the weights until a collection of garbage.
@@ -267,27 +259,13 @@ class LayerStore:
         Raises:
             RunError: A moment has not as many elements as its parameter.
         """
-        self._check_moments(index, moments)
+        layer = f"layer {index} ({self.model.names[index]})"
+        check_moments(layer, self.modules[index], self.optimizers[index], moments)
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
         self.kept[index] = kept
         self.rebuilt.add(index)
         self.tied.join()
-
-    def _check_moments(self, index: int, moments: Mapping[str, Tensor]) -> None:
-        """Asks the optimizer so far which moments have an element for each of the parameter's."""
-        optimizer, parameters = self.optimizers[index], dict(self.modules[index].named_parameters())
-        for key, value in moments.items():
-            name, _, moment = key.rpartition("/")
-            if name not in parameters or name not in optimizer.pieces:
-                continue
-            shape = parameters[name].shape
-            if optimizer.is_cut(name, moment) and value.numel() != shape.numel():
-                raise RunError(
-                    f"layer {index} ({self.model.names[index]}): rebuild got {key} of "
-                    f"{list(value.shape)}, but {name} is {list(shape)}; change the moments as the "
-                    "parameter"
-                )
 
     def replace(self, index: int, tensors: dict[tuple[str, str], Tensor]) -> None:
         """Replaces one of this rank's layers by its saved state, whole.
@@ -383,42 +361,9 @@ class LayerStore:
             raise ConfigError(next(iter(failures.values()))) from failure
 
     def check_arrival(self, move: Move, arrival: Arrival) -> None:
-        """Refuses a layer whose hooks or packed weights this rank does not have.
-
-        A module that the user gave on this rank has the hooks that were registered on all ranks.
-        """
-        module, index = self.modules[move.layer], move.layer
-        if (form := unknown_form(arrival.forms)) is not None:
-            raise ConfigError(
-                f"layer {index} ({type(module).__name__}) comes with weights that are packed as "
-                f"{form}, which this rank has not imported; import it on every rank"
-            )
-        given = self.model.given[index] if self.model.given else module
-        if isinstance(given, nn.Module):
-            follow_hooks(module, given)
-        here, there = hooks_of(module), arrival.hooks
-        differing = [each for each in [*there, *here] if (each in there) != (each in here)]
-        if differing:
-            has, lacks = self.world.everyone.describe_rank(move.source), "this one"
-            if differing[0] in here:
-                has, lacks = lacks, has
-            raise ConfigError(
-                f"layer {index} ({type(module).__name__}) has a hook on {has} that {lacks} lacks "
-                f"({differing[0]}); register hooks on the layers of all ranks, before or after the "
-                "pipeline is made"
-            )
-
-    def share_flags(self) -> None:
-        """Tells all ranks which layers train, if a loop has changed `requires_grad` by itself."""
-        table = torch.zeros(self.model.layers, dtype=torch.int64)
-        for index in self.layers:
-            table[index] = 1 + _trains(self.modules[index])
-        self.world.everyone.largest(table, "which layers train")
-        for index, flag in enumerate(table.tolist()):
-            module = self.modules[index]
-            if index not in self.layers and _trains(module) != (flag == 2):
-                for parameter in module.parameters():
-                    parameter.requires_grad_(flag == 2 and parameter.is_floating_point())
+        """Refuses a layer whose hooks or packed weights this rank does not have."""
+        given = self.model.given[move.layer] if self.model.given else None
+        check_arrival(self.world.everyone, move, arrival, self.modules[move.layer], given)
 
     def renewed(self) -> None:
         """Takes note that the same ranks have met anew."""
@@ -516,10 +461,6 @@ class LayerStore:
         return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
 def _are_double(modules: Sequence[nn.Module]) -> bool:
     kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
     return kinds == {torch.float64}
@@ -533,58 +474,6 @@ def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> SpreadGro
     from dynmo.runtime.state.spread_groups import SpreadGroups
 
     return SpreadGroups(world, ranks, modules)
-
-
-def _check_same(world: World, identity: Identity) -> None:
-    """Raises ConfigError on every rank if the ranks have built different models."""
-    parts = list(identity.parts())
-    texts = [f"{what} = {value}" for what, value in parts]
-    difference = first_difference(world, texts, "the models of all ranks to be compared")
-    if difference is None:
-        return
-    index, others = difference
-    what, mine = parts[index] if index < len(parts) else ("something", "nothing")
-    raise ConfigError(
-        f"{what} is not the same on rank 0 and {ranks_text(others)} (on rank "
-        f"{world.everyone.rank}: {mine}); build the same model from the same code on every rank"
-    )
-
-
-def _check_same_groups(world: World, groups: ParameterGroups) -> None:
-    """Raises ConfigError on every rank if the ranks have other groups of parameters."""
-    if groups.is_plain:
-        return
-    difference = first_difference(world, groups.texts(), "the optimizers of all ranks")
-    if difference is not None:
-        index, others = difference
-        raise ConfigError(
-            f"group {index} of the optimizer has other options or parameters on rank 0 than on "
-            f"{ranks_text(others)}; give all ranks the same optimizer and groups"
-        )
-
-
-def _check(index: int, module: nn.Module, replicas: int) -> None:
-    """Raises ConfigError if a layer cannot move or would differ between replicas."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-            raise ConfigError(
-                f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; "
-                f"known are {', '.join(DTYPES)}"
-            )
-    renormalised = next(
-        (
-            name
-            for name, x in module.named_modules()
-            if isinstance(x, nn.Embedding) and x.max_norm is not None
-        ),
-        None,
-    )
-    if replicas > 1 and renormalised is not None:
-        raise ConfigError(
-            f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward "
-            "writes to its weight, of which every replica would have its own; use "
-            "parallel.replicas = 1 without [elastic] reshape, or no max_norm"
-        )
 
 
 def _contiguous(module: nn.Module) -> None:
