@@ -165,11 +165,12 @@ def from_base(what: str, module: nn.Module, base: BaseWeights | None) -> Mapping
     Raises:
         CheckpointError: The module has other weights.
     """
-    parameters = dict(module.named_parameters())
     found = dict[str, Tensor]()
-    for name, digest in () if base is None else base.hashes.items():
+    if base is None:
+        return found
+    parameters = dict(module.named_parameters())
+    for name, digest in base.hashes.items():
         if name not in parameters or _hash(parameters[name]) != digest:
-            assert base is not None
             raise CheckpointError(
                 f"{what}: {name} is not the weight that the checkpoint was trained with; it left "
                 f"out the frozen weights of {base.folder}, so resume with that folder as it was"
