@@ -270,19 +270,15 @@ class Newcomers:
         expected += self._waiting
         return Handover(known, expected, self._outstanding, late, self._missed, counts)
 
-    def leave(self) -> None:
-        """Ends, while another rank 0 goes on. The manager may finish what it does."""
-        self._closed.set()
-        if self._manager is not None:
-            self._manager.close(self._join_timeout)
-
-    def close(self) -> None:
+    def close(self, left: bool = False) -> None:
+        """Ends the entrance. If rank 0 has `left`, the manager may finish what it does."""
         # The store may be gone if a run fails. The run's own failure must be reported then.
         self._closed.set()
         with contextlib.suppress(RuntimeError):
-            self._send("over", "1")
+            if not left:
+                self._send("over", "1")
         if self._manager is not None:
-            self._manager.close()
+            self._manager.close(*[self._join_timeout] * left)
 
     def _watch_manager(self) -> None:
         if self._manager is None:

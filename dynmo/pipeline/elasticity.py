@@ -118,13 +118,15 @@ class Elasticity:
 
     def take_events(self, step: int) -> list[Event]:
         """Returns the events since the last call, on rank 0."""
+        if self.left:
+            return []
         events, self._events = self._events, []
         return [*(() if self._newcomers is None else self._newcomers.take_events(step)), *events]
 
     def close(self) -> None:
-        """Tells all waiting processes that the run is over."""
+        """Tells all waiting processes that the run is over, unless another rank 0 goes on."""
         if self._newcomers is not None:
-            self._newcomers.close()
+            self._newcomers.close(self.left)
 
     # -- hearing -----------------------------------------------------------------------------------
 
@@ -262,9 +264,6 @@ class Elasticity:
             return False
         self.left = rank not in kept
         if self.left:
-            if self._newcomers is not None:
-                self._newcomers.leave()
-                self._newcomers = None
             return True
         if handed:
             self._take_over(handed)

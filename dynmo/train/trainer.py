@@ -5,12 +5,14 @@ It is the same on every rank, but only rank 0 writes. `dynmo.Pipeline` does the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.worker import said_while
 from dynmo.train.data import DataLoader, loader_of
 from dynmo.train.run_log import Listener, RunLog
@@ -30,6 +33,9 @@ from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
 
 _logger = logging.getLogger(__name__)
+
+# Most seconds that the next rank 0 waits until the former one has closed its log.
+_CLOSED = 10.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,11 @@ class Trainer:
         if self._log is not None:
             config = self._log.config
             self._log.close()
+            if self._world.leads:
+                # Another machine sees all of a shared file once it is closed.
+                key, limit = f"log closed/{self._world.generation - 1}", timedelta(seconds=_CLOSED)
+                with contextlib.suppress(RuntimeError):  # the former rank 0 has died
+                    self._home.wait([key], limit)
         self._leads = self._world.leads  # a newcomer has its rank only now
         folder, listen = (self._folder, self._listen) if self._leads else (None, None)
         if self._is_done:
@@ -187,11 +198,18 @@ class Trainer:
             try:
                 return self._run(stopping)
             finally:
+                if self._log is not None:
+                    self._log.close()
+                if self._leads and self.pipeline.left:
+                    self._home.set(f"log closed/{self._world.generation}", "1")
                 self.pipeline.close()
                 if self._mesh is not None:
                     self._loader.close()
-                if self._log is not None:
-                    self._log.close()
+
+    @property
+    def _home(self) -> SignedStore:
+        assert self._world.home is not None, "ranks of a program's own process groups stay"
+        return self._world.home
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         start, interrupted = time.perf_counter(), False

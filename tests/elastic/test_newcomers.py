@@ -128,7 +128,7 @@ def test_newcomers_wait_on_when_rank_0_leaves(home: SignedStore) -> None:
     other = Waiting(home, "c")
     wait_for(former, 2)
     run = entrance(home, former=former.handover())
-    former.leave()
+    former.close(left=True)
     wait_for(run, 2)
     last = Waiting(home, "d")
     wait_for(run, 3)
