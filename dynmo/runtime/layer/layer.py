@@ -31,8 +31,7 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import Beside
 from dynmo.runtime.layer.census import Census
-from dynmo.runtime.layer.meter import Meter, total_bytes
-from dynmo.runtime.layer.module_call import Finish, ModuleCall
+from dynmo.runtime.layer.module_call import Finish, Meter, ModuleCall, total_bytes
 from dynmo.runtime.layer.pieces import Cutter
 from dynmo.runtime.layer.reads import Others
 from dynmo.runtime.layer.span import (
