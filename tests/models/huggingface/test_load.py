@@ -233,7 +233,7 @@ def test_private_memory_is_the_own_part_and_less_than_one_shard(tmp_path: Path, 
     save("llama", tmp_path, shard="300MB", **big)
     shards = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(shards) == 4
-    job = "tests.models.huggingface.test_loading:memory"
+    job = "tests.models.huggingface.test_load:memory"
     for found in pool.run(job, 2, timeout=500, folder=str(tmp_path)):
         assert max(found["after"], found["peak"]) < found["own"] + max(shards), found
 
