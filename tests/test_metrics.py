@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import dynmo
+from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
 from dynmo.events import CheckpointEvent, DataEvent, EvalEvent, Event, StepResult
 from dynmo.metrics import Csv, numbers_of, open_sink
+from dynmo.train.run_log import RunLog
 from tests.full_disk import files_up_to
 
 
@@ -207,6 +209,15 @@ class Losses:
 
 def no_sink(folder: Path, name: str) -> str:
     return name
+
+
+def test_a_sink_of_a_run_is_closed_once(tmp_path: Path) -> None:
+    to = [f"python:{__name__}:Losses"]
+    log = RunLog(parse({"name": "run", "metrics": {"to": to}}), tmp_path, None)
+    log.close()
+    (tmp_path / "run.txt").unlink()
+    log.close()
+    assert not (tmp_path / "run.txt").exists()
 
 
 def test_sink_of_ones_own_takes_the_events(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ class RunLog:
                 self._stayed.discard(each.rules.kind)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        """Closes the files. A rank 0 that has left and comes back calls it twice."""
+        while self._sinks:
+            self._sinks.pop(0).close()
         if self._decisions is not None:
             self._decisions.close()
         if self._events is not None:

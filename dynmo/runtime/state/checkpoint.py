@@ -79,7 +79,9 @@ def read(checkpoint: Path) -> CheckpointManifest:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     seal = _SEALED.fullmatch(text)
     if seal is None or hashlib.sha256(seal[1]).hexdigest().encode() != seal[2]:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one at its end")
+        raise CheckpointError(
+            f"{path} is damaged, or of an earlier version: its SHA-256 is not the one at its end"
+        )
     fields = json.loads(text)
     if fields["version"] != VERSION:
         raise CheckpointError(
