@@ -15,9 +15,9 @@ import torch
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, RunError
 from dynmo.events import Event, StepResult
+from dynmo.models.flops import product_weights
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
-from dynmo.models.rows import product_weights
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.assembly import (
     check_own_rules,

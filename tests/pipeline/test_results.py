@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo.config import parse
+from dynmo.models.flops import product_weights
 from dynmo.models.model import Model
-from dynmo.models.rows import product_weights, row_cost
+from dynmo.models.rows import row_cost
 from dynmo.models.sequential import Sequential
 from dynmo.pipeline.results import peak_of, tokens_of
 from dynmo.train.setup import model_of

@@ -255,7 +255,11 @@ class Layer:
         inputs = tuple([x for x, _ in pairs])
         leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
         seed = partial(self.seed_forward, inputs[0].device, step, microbatch)
-        outputs, buffers = self._call.kept(inputs, finish, recompute, measured is not None, seed)
+        if measured is not None or self._call.keeps(recompute):
+            outputs, buffers = self._call.kept(inputs, finish, recompute, seed)
+        else:
+            self.writes.renew()
+            outputs, buffers = self._call(inputs, finish, True)[0], {}
         given, differentiable = self.outputs.differentiable(
             microbatch, inputs, outputs, finish is not None
         )

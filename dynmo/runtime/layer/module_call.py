@@ -151,29 +151,26 @@ class ModuleCall:
         )
         return outputs
 
+    def keeps(self, recompute: bool) -> bool:
+        """Whether values of buffers are kept. The first B shows whether it writes to them."""
+        return recompute or self.writes.in_backward or not self._meter.has_measured
+
     def kept(
         self,
         inputs: Tensors,
         finish: Finish | None,
         recompute: bool,
-        measures: bool,
         seed: Callable[[], None],
     ) -> tuple[Tensors, Copies]:
-        """Runs an F that B follows.
+        """Runs an F whose bytes are counted, or with more to keep than autograd does.
 
         Args:
-            measures: Whether to count the bytes that autograd keeps.
             seed: Seeds F, if it runs again.
 
         Returns:
             The outputs, and the values that F found in the buffers that it wrote to.
         """
         writes, first = self.writes, not self._meter.has_measured
-        # The first B shows whether it writes to buffers. Until then, their values are kept.
-        keeps = recompute or writes.in_backward or first
-        if not keeps and not measures:
-            writes.renew()
-            return self(inputs, finish, True)[0], {}
 
         def run() -> Tensors:
             if recompute:  # a hook that the layer puts on an input is for the run in B alone
@@ -188,7 +185,7 @@ class ModuleCall:
             self._tape.products = noted
             return outputs
 
-        return writes.keep(run, again, inputs, first, keeps)
+        return writes.keep(run, again, inputs, first, self.keeps(recompute))
 
     def rebuilt(
         self, inputs: Tensors, finish: Finish | None, buffers: Copies, seed: Callable[[], None]

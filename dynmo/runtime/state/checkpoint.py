@@ -78,6 +78,8 @@ def read(checkpoint: Path) -> CheckpointManifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     seal = _SEALED.fullmatch(text)
+    if seal is None and b'"version": 1,' in text:
+        raise CheckpointError(f"{path} is of an earlier version of dynmo, which alone reads it")
     if seal is None or hashlib.sha256(seal[1]).hexdigest().encode() != seal[2]:
         raise CheckpointError(
             f"{path} is damaged, or of an earlier version: its SHA-256 is not the one at its end"

@@ -322,11 +322,14 @@ def test_manifest_of_another_folder_is_refused(tmp_path: Path) -> None:
         checkpoint.verify(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "step": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "step": 1}'])
 def test_manifest_without_its_hash_is_refused(tmp_path: Path, text: str) -> None:
     path = save(gpt(), tmp_path, 1).path
     (path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged, or of an earlier"):
+        checkpoint.verify(path)
+    (path / "manifest.json").write_text('{\n "version": 1,\n "step": 1\n}')
+    with pytest.raises(CheckpointError, match="is of an earlier version of dynmo"):
         checkpoint.verify(path)
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest.json cannot be read"):
