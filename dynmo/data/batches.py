@@ -206,7 +206,9 @@ class SampleBatches:
                 samples.append(self.encoded(number))
             except BrokenSampleError as error:
                 if self._broken == "stop":
-                    raise
+                    raise BrokenSampleError(
+                        f'{error}; correct it, or leave such samples out (data.broken = "skip")'
+                    ) from error
                 self.skipped += 1
                 _logger.warning(f"sample {number} is left out: {error}")
         return samples

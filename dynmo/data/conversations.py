@@ -63,7 +63,8 @@ def conversation_of(record: Record, place: str, template: str) -> Conversation:
         template: The source of the chat template. It may know more roles.
 
     Raises:
-        BrokenSampleError: The record is no conversation, or has an unknown role.
+        BrokenSampleError: The record is no conversation, or a message has an unknown role or no
+            content.
     """
     tools = record.get("tools")
     if isinstance(tools, str):
@@ -95,6 +96,8 @@ def conversation_of(record: Record, place: str, template: str) -> Conversation:
                 f"{place}: message {number} has {said}; known are {', '.join(_ROLES)}, and what "
                 "the chat template names"
             )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BrokenSampleError(f"{place}: message {number} has no content")
     return Conversation(talk, tools, first)
 
 

@@ -142,12 +142,24 @@ def load_module(name: str) -> Any:
         raise ConfigError(not_installed(package)) from None
 
 
+def _file_of(name: str) -> Path:
+    path = Path(name)
+    try:
+        check_regular(path)
+    except FileNotFoundError as error:
+        if path.is_absolute():
+            raise
+        hint = "the path is relative to the folder where dynmo starts"
+        told = f"{error.strerror} in {Path.cwd()}; {hint}"
+        raise FileNotFoundError(error.errno, told) from None
+    return path
+
+
 class JsonLines:
     """A file with a JSON object on each line. Empty lines are no records."""
 
     def __init__(self, name: str) -> None:
-        self._path = Path(name)
-        check_regular(self._path)
+        self._path = _file_of(name)
         self._file = FileCorpus(self._path, "jsonl")
         starts, lines, at = [0], list[int](), 0
         with self._path.open("rb") as file:
@@ -168,9 +180,12 @@ class JsonLines:
         line = self._file[start:stop].tobytes()
         try:
             # Lines that follow a record's own are empty.
-            record = cast(object, json.loads(line))
+            record = cast(object, json.loads(line.rstrip()))
         except ValueError as error:
-            raise BrokenSampleError(f"{self.place(number)}: not a line of JSON ({error})") from None
+            why = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg}: column {error.colno}"
+            raise BrokenSampleError(f"{self.place(number)}: not a line of JSON ({why})") from None
         except RecursionError:
             raise BrokenSampleError(f"{self.place(number)}: its JSON is nested too deep") from None
         if not isinstance(record, dict):
@@ -200,7 +215,7 @@ def load_rows(name: str, streaming: bool = False) -> Any:
 
 def _parquet(name: str) -> OwnRecords:
     """Returns the rows of a file. `datasets` keeps them in its cache, to read them in any order."""
-    check_regular(Path(name))
+    _file_of(name)
     datasets = load_module("datasets")
     datasets.disable_progress_bars()
     with _loading(name):

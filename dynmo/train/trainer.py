@@ -228,7 +228,7 @@ class Trainer:
                     self.pipeline.measured.loss, "", "", seconds, False, step, (), left=True
                 )
         result = self.finish(time.perf_counter() - start, interrupted)
-        if interrupted and self.config.data.has_samples:
+        if interrupted and not self._is_done and self.config.data.has_samples:
             self._check_samples()
         return result
 
@@ -236,10 +236,7 @@ class Trainer:
         """Raises RunError on every rank if a broken sample has ended the run."""
         told = share_failures(self._world, self._loader.fault, "whether a sample is broken")
         for text in told.values():
-            raise RunError(
-                f"{text}; correct it and go on with --resume, or leave such samples out "
-                '(data.broken = "skip")'
-            )
+            raise RunError(f"{text}; then go on with --resume")
 
     def advance(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
@@ -260,7 +257,7 @@ class Trainer:
                 inputs, targets, samples = next(loader), None, None
             else:
                 inputs, targets, samples = loader.train(pipeline.steps)
-        stop |= loader.fault is not None
+        stop |= loader.fault is not None and pipeline.steps + 1 < train.steps
         interrupted |= self._finish(pipeline.advance(inputs, targets, samples=samples, stop=stop))
         step = pipeline.steps
         evaluates = bool(train.eval_every) and step % train.eval_every == 0

@@ -66,6 +66,10 @@ def test_template_may_know_more_roles() -> None:
         ({"conversations": [{"from": "gpt", "value": 3}]}, "message 1 has no text as its value"),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1 is a function_"),
         ({"messages": [{"role": "user"}], "tools": "{"}, "tools is no JSON"),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "contents": "a"}]},
+            "message 2 has no content",
+        ),
     ],
 )
 def test_wrong_conversation_is_named(record: dict[str, Any], says: str) -> None:

@@ -17,7 +17,7 @@ ROWS = [{"text": "ab\nc"}, {"text": "ü"}, {"text": ""}, {"text": "last", "more"
 
 
 def write_lines(path: Path, lines: list[str]) -> str:
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
     return f"jsonl:{path}"
 
 
@@ -42,7 +42,8 @@ def test_any_objects_come_back(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "not a line of JSON"),
+        ('{"a"\n', r"not a line of JSON \(Expecting ':' delimiter: column 5\)$"),
+        ('"\udcff"', r"not a line of JSON \('utf-8' codec can't decode byte 0xff in position 1"),
         ("[1]", "a list, not a JSON"),
         ("[" * 50_000 + "]" * 50_000, "its JSON is nested too deep"),
     ],
@@ -71,6 +72,19 @@ def test_file_without_records_is_refused(tmp_path: Path, content: str | None, sa
         path.write_text(content)
     with pytest.raises(ConfigError, match=says):
         open_records(f"jsonl:{path}")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_folder_of_a_relative_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        open_records(f"{kind}:talk")
+    assert str(raised.value) == (
+        f'data.source = "{kind}:talk": cannot be read (No such file or directory in {tmp_path}; '
+        "the path is relative to the folder where dynmo starts)"
+    )
 
 
 def test_parquet_rows_are_those_of_the_file(tmp_path: Path) -> None:

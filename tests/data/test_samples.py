@@ -139,7 +139,7 @@ def test_text_is_cut_at_the_longest(tokenizer: Any) -> None:
         ({"text": "a\ud800"}, "a:1: text is no Unicode text"),
         ({"text": None}, "a:1: has text; a record needs"),
         ({"messages": []}, "a:1: messages is not a list with messages"),
-        ({"messages": [{"role": "user"}]}, "a:1: the chat template refuses it"),
+        ({"messages": [{"role": "user", "tool_calls": [3]}]}, "a:1: the chat template refuses it"),
         ({"messages": TURNS[:1]}, "a:1: it has no answer, and"),
     ],
 )

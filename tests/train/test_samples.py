@@ -22,7 +22,7 @@ from dynmo.data.records import open_records
 from dynmo.data.stream import HELD_OUT
 from dynmo.errors import ConfigError
 from dynmo.event_log import read
-from dynmo.events import DataEvent, EvalEvent, HeldOutEvent, StepResult
+from dynmo.events import DataEvent, EndEvent, EvalEvent, HeldOutEvent, StepResult
 from dynmo.train.data import open_batches
 from dynmo.train.setup import model_of, plan_run
 from tests.combinations import mostly_matrix
@@ -242,7 +242,8 @@ def test_broken_sample_ends_the_run_after_a_checkpoint(
     lines = lines_of(rows)
     lines[numbers[0]] = '{"text": 3}'
     config = settings(tiny_llama, lines, checkpoint={"every": 100}, parallel={"pipeline": 2})
-    says = rf"data\.jsonl:{numbers[0] + 1}: text has the type int.*--resume"
+    remedy = r'correct it, or leave such samples out \(data.broken = "skip"\); then .* --resume'
+    says = rf"data\.jsonl:{numbers[0] + 1}: text has the type int.*; {remedy}"
     with pytest.raises(JobFailed, match=says):
         run(pool, config, tmp_path / "run")
     settings(tiny_llama, lines_of(rows))
@@ -250,6 +251,29 @@ def test_broken_sample_ends_the_run_after_a_checkpoint(
     whole = run(pool, config | {"parallel": {}}, tmp_path / "whole")
     assert resumed["steps"] == 4
     assert resumed["weights_digest"] == whole["weights_digest"]
+
+
+def test_broken_sample_that_no_step_reads_does_not_end_the_run(
+    pool: Pool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    lines = lines_of(texts())
+    lines[Order(RECORDS, 8, 2, seed=0).train(1).ravel().tolist()[0]] = "{"
+    config = settings(tiny_llama, lines, parallel={"pipeline": 2})
+    config["train"]["steps"] = 1
+    result = run(pool, config, tmp_path / "run")
+    assert (result["steps"], result["interrupted"]) == (1, False)
+    events = read(tmp_path / "run" / "events.jsonl")
+    assert [each.reason for each in events if isinstance(each, EndEvent)] == ["done"]
+
+
+def test_broken_sample_of_the_first_step_has_its_remedy(tiny_llama: Path) -> None:
+    lines = lines_of(texts())
+    number = next(n for n in Order(RECORDS, 8, 2, seed=0).train(0).ravel().tolist() if n)
+    lines[number] = "{"
+    config = parse(settings(tiny_llama, lines))
+    says = rf'{number + 1}: not a line of JSON .*; correct it, or leave .*data.broken = "skip"'
+    with pytest.raises(ConfigError, match=says):
+        open_batches(config, model_of(config)).train(0)
 
 
 def test_broken_sample_is_left_out_and_counted(
