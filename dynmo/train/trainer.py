@@ -26,6 +26,7 @@ from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.comm.waits import call_with_limit
 from dynmo.runtime.comm.worker import said_while
 from dynmo.train.data import DataLoader, loader_of
 from dynmo.train.run_log import Listener, RunLog
@@ -139,9 +140,9 @@ class Trainer:
             self._log.close()
             if self._world.leads:
                 # Another machine sees all of a shared file once it is closed.
-                key, limit = f"log closed/{self._world.generation - 1}", timedelta(seconds=_CLOSED)
+                key, limit = f"log closed/{self._world.generation - 1}", self._most_for_log
                 with contextlib.suppress(RuntimeError):  # the former rank 0 has died
-                    self._home.wait([key], limit)
+                    self._home.wait([key], timedelta(seconds=limit))
         self._leads = self._world.leads  # a newcomer has its rank only now
         folder, listen = (self._folder, self._listen) if self._leads else (None, None)
         if self._is_done:
@@ -201,10 +202,17 @@ class Trainer:
                 if self._log is not None:
                     self._log.close()
                 if self._leads and self.pipeline.left:
-                    self._home.set(f"log closed/{self._world.generation}", "1")
+                    key = f"log closed/{self._world.generation}"
+                    with contextlib.suppress(RuntimeError, TimeoutError):  # the store is lost
+                        call_with_limit(self._most_for_log, lambda: self._home.set(key, "1"))
                 self.pipeline.close()
                 if self._mesh is not None:
                     self._loader.close()
+
+    @property
+    def _most_for_log(self) -> float:
+        """Seconds of `_CLOSED`, or less, because the other ranks wait meanwhile."""
+        return min(_CLOSED, self._world.usual_timeout / 2)
 
     @property
     def _home(self) -> SignedStore:
