@@ -75,9 +75,6 @@ def raises():
 def number():
     return 3
 
-def three():
-    return nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256)
-
 def empty():
     return []
 

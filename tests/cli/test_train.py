@@ -359,7 +359,6 @@ def test_unreadable_config_is_refused(tmp_path: Path, run: Run) -> None:
         ("models:absent", ["absent"]),
         ("models:constant", ["constant"]),
         ("models:number", ["number()", "list"]),
-        ("models:three", ["three()", "list"]),
         ("models:empty", ["empty()", "list"]),
         ("models:raises", ["ArithmeticError: no model today", "(models.py:24)"]),
         ("models:misfit", ["RuntimeError"]),

@@ -49,8 +49,6 @@ from dynmo.schedule.op import Kind
 class Layer:
     """One layer of the model on this rank.
 
-    Holds its module, the state of its microbatches in flight, and the times of its ops.
-
     Args:
         seed: Seed of the run. With step, index and microbatch it seeds the module's random numbers.
         compiles: Whether torch.compile runs the code between its linears.
