@@ -102,7 +102,7 @@ def _run(*command: str, folder: Path | None = None) -> str:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
         if isinstance(error, FileNotFoundError) and error.filename == command[0]:
-            raise RunError(f"Slurm is not installed on this machine: no {command[0]}") from None
+            raise RunError(f"Slurm is not installed on this machine: cannot run {name}") from None
         raise RunError(f"the launcher cannot run {name}: {error}") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
