@@ -27,7 +27,7 @@ class ExportOptions(CommandOptions):
     run: Path
     """A run, such as runs/NAME, its folder of checkpoints, or one of them (step-N)."""
     folder: Path
-    """The folder that transformers will load."""
+    """The folder to write, for transformers or peft."""
     model: Path | None = None
     """The folder that the model was loaded from (default: model.path of the run)."""
     dtype: str | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError, first_line
 from dynmo.huggingface.export import Export
+from dynmo.huggingface.folder import copy_inputs
 from dynmo.models.huggingface.adapters import CONFIG, REFUSALS, WEIGHTS, renamed_config
 from dynmo.models.huggingface.load import Reader
 from dynmo.models.huggingface.model import HuggingFaceModel
@@ -80,6 +81,7 @@ class AdapterExport(Export):
             ranks = config.rank_pattern or {}
             config.rank_pattern = {pattern: 2 * rank for pattern, rank in ranks.items()}
         config.save_pretrained(str(self.place.path))
+        copy_inputs(self._model, self.place.path)
         self.place.complete(CONFIG, re.compile(r"adapter_model\.bin"))
 
 

@@ -47,7 +47,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is of another model.
-        ConfigError: A merged model would replace the weights that it comes from.
+        ConfigError: `folder` is that of the weights under the adapters.
         InputError: `folder` is a file.
         RunError: The folder cannot be written. Its files are as before.
     """

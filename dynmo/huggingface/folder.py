@@ -155,14 +155,20 @@ def write_companions(model: HuggingFaceModel, dtype: torch.dtype, folder: Path) 
     config.architectures = [type(model.folder_class.model).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
-    source = model.folder
-    if source is not None:
-        own_code = ("*.py",) if getattr(config, "auto_map", None) else ()
-        for path in (p for each in (*_INPUTS, _GENERATION, *own_code) for p in source.glob(each)):
-            if path.is_file():
-                target = folder / path.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
+    copy_inputs(model, folder, _GENERATION)
     generation = getattr(model.structure.model, "generation_config", None)
     if generation is not None and not (folder / _GENERATION).exists():
         generation.save_pretrained(folder)
+
+
+def copy_inputs(model: HuggingFaceModel, folder: Path, *others: str) -> None:
+    """Copies the tokenizer of the model's source folder, its own code and other files."""
+    source = model.folder
+    if source is None:
+        return
+    own_code = ("*.py",) if getattr(model.config, "auto_map", None) else ()
+    for path in (p for each in (*_INPUTS, *others, *own_code) for p in source.glob(each)):
+        if path.is_file():
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)

@@ -29,7 +29,7 @@ def save_pretrained(
 ) -> None:
     """Saves the model of a pipeline in a folder that transformers loads.
 
-    If the model has adapters, only these are saved, in a folder that peft loads.
+    If the model has adapters, only these are saved, in a folder that peft loads, and the tokenizer.
 
     All ranks call it together, and share the file system. Each rank of the pipeline writes its
     layers into a file of its own, one layer at a time. The folder gets the configs too, and the
@@ -45,7 +45,7 @@ def save_pretrained(
 
     Raises:
         ConfigError: The model is not one of transformers, there is no such type, the adapters
-            cannot be merged, or a merged model would replace the weights that it comes from.
+            cannot be merged, or `folder` is that of the weights under the adapters.
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
@@ -96,20 +96,17 @@ def export_of(model: HuggingFaceModel, merge: bool, folder: Path) -> type[Export
     """Returns what writes a model: the adapters alone, if it has some and they are not merged."""
     if merge and model.lora is None:
         raise ConfigError("merge: the model has no adapters; leave it out")
-    if merge and model.folder is not None and folder.resolve() == model.folder.resolve():
-        raise ConfigError(
-            f"{folder} has the weights that the adapters were trained on, which would be lost; "
-            "give another folder"
-        )
-    if merge:
-        from dynmo.huggingface.adapters import MergedExport  # needs peft
-
-        return MergedExport
     if model.lora is None:
         return Export
-    from dynmo.huggingface.adapters import AdapterExport  # needs peft
+    if model.folder is not None and folder.resolve() == model.folder.resolve():
+        harm = "be lost" if merge else "no longer load without adapters"
+        raise ConfigError(
+            f"{folder} has the weights that the adapters were trained on, which would {harm}; "
+            "give another folder"
+        )
+    from dynmo.huggingface.adapters import AdapterExport, MergedExport  # needs peft
 
-    return AdapterExport
+    return MergedExport if merge else AdapterExport
 
 
 def transformers_model(model: Model, what: str) -> HuggingFaceModel:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynmo
 from dynmo.errors import ConfigError
@@ -17,8 +17,9 @@ from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.huggingface.checkpoint import export_checkpoint, find_checkpoint
 from dynmo.models.huggingface.adapters import WEIGHTS
 from tests.huggingface.jobs import equal
+from tests.huggingface.saved import save_tokenizer
 from tests.models.huggingface import adapter_jobs
-from tests.models.huggingface.saved_models import folder_of
+from tests.models.huggingface.saved_models import copy_of, folder_of
 from tests.models.huggingface.small import make_batch
 from tests.models.huggingface.tiny import VOCABULARY, config
 from tests.pool import Pool
@@ -50,6 +51,27 @@ def test_peft_loads_what_a_pipeline_has(base: Path, tmp_path: Path) -> None:
     parts = batch["input_ids"].chunk(4)
     with torch.no_grad():
         assert torch.equal(logits, torch.cat([plain(input_ids=ids).logits for ids in parts]))
+
+
+def test_the_tokenizer_goes_with_the_adapters(tmp_path: Path) -> None:
+    source, folder = copy_of("llama", tmp_path / "base"), tmp_path / "tuned"
+    save_tokenizer(source)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with dynmo.init(device="cpu") as world:
+        model = from_pretrained(source, lora=LoraConfig(r=1, target_modules=["q_proj"]))
+        pipeline = dynmo.Pipeline(model, world, microbatches=1)
+        save_pretrained(pipeline, folder)
+        pipeline.save(tmp_path / "checkpoints")
+        step = find_checkpoint(tmp_path / "checkpoints")[0]
+        export_checkpoint(step, model, tmp_path / "exported")
+    for made in (folder, tmp_path / "exported"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(made)
+        assert (
+            tokenizer("123")["input_ids"] == AutoTokenizer.from_pretrained(source)("123").input_ids
+        )
+        message = [{"role": "user", "content": "12"}]
+        assert tokenizer.apply_chat_template(message, tokenize=False) == "12"
+        assert not (made / "generation_config.json").exists()
 
 
 @pytest.mark.matrix

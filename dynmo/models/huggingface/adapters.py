@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -121,12 +121,20 @@ class Adapters:
         config.velora_config = (
             None if velora is None else replace(velora, init_type="batch_average")
         )
+        # Patterns, and the targets of a folder, are peft's own.
+        is_checked = self._files is None and not isinstance(config.target_modules, str)
+        names = [f".{name}" for name, _ in model.named_modules()]
+        linears = _linears(model)
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
         except REFUSALS as error:
-            raise _refusal(error, model) from None
+            if is_checked:
+                _check_targets(config, names, linears)
+            raise _refusal(error, linears) from None
+        if is_checked:
+            _check_targets(config, names, linears)
         config.init_lora_weights, config.velora_config = init, velora
         if getattr(config, "target_modules_to_tie", None):
             raise ConfigError(
@@ -184,14 +192,29 @@ class Adapters:
             module.modules_to_save[NAME].load_state_dict(module.original_module.state_dict())
 
 
-def _refusal(error: Exception, model: nn.Module | None = None) -> ConfigError:
+def _linears(model: nn.Module) -> str:
+    kinds = nn.Linear | Conv1D
+    found = {name for name, each in model.named_modules() if isinstance(each, kinds)}
+    return ", ".join(sorted({name.rpartition(".")[2] for name in found}))
+
+
+def _check_targets(config: LoraConfig, names: Sequence[str], linears: str) -> None:
+    """Refuses a target that no module has. peft has put present names for old ones."""
+    targets = config.target_modules or ()
+    missing = [each for each in targets if not any(name.endswith(f".{each}") for name in names)]
+    if missing:
+        raise ConfigError(
+            f"lora.target_modules: no linear is named {' or '.join(sorted(missing))}; its linears "
+            f"are {linears}"
+        )
+
+
+def _refusal(error: Exception, linears: str = "") -> ConfigError:
     text = first_line(error)
     if "layers_to_transform" in text:
         return ConfigError(f"lora: {text} Blocks have numbers from 0 on.")
-    if model is not None and "not found in the base model" in text:
-        linear = nn.Linear | Conv1D
-        there = {name for name, each in model.named_modules() if isinstance(each, linear)}
-        text += f" Its linears are {', '.join(sorted({name.split('.')[-1] for name in there}))}."
+    if "not found in the base model" in text:
+        return ConfigError(f"lora.target_modules: {text} Its linears are {linears}.")
     return ConfigError(f"lora: {text}")
 
 

@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -232,17 +233,21 @@ def make(options: ModelOptions, seed: int, loss: Loss | None = None) -> HuggingF
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
     lora = options.lora
-    model = from_pretrained(
-        options.path,
-        cut=options.cut,
-        lora=None if lora is None else _adapters_module().lora_config(lora),
-        float32_adapters=lora is not None and lora.float32,
-        saves_base=options.saves_base,
-        train_last=options.train_last,
-        seed=seed,
-        trust_remote_code=options.trust_remote_code,
-        loss=loss or causal_lm_loss,
-    )
+    try:
+        model = from_pretrained(
+            options.path,
+            cut=options.cut,
+            lora=None if lora is None else _adapters_module().lora_config(lora),
+            float32_adapters=lora is not None and lora.float32,
+            saves_base=options.saves_base,
+            train_last=options.train_last,
+            seed=seed,
+            trust_remote_code=options.trust_remote_code,
+            loss=loss or causal_lm_loss,
+        )
+    except ConfigError as error:  # of an argument in Python, where the file has a key
+        told = re.sub(r"^lora\.target_modules:", "model.lora.targets:", str(error))
+        raise ConfigError(told) from error
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < options.sequence:

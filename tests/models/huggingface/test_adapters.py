@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.adapters import Adapters, lora_config
-from dynmo.models.huggingface.model import from_pretrained
+from dynmo.models.huggingface.model import from_pretrained, make
 from dynmo.models.huggingface.names import base_name, is_adapter
-from dynmo.models.options import LoraOptions
+from dynmo.models.options import LoraOptions, ModelOptions
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.adapter_jobs import STEPS, adamw, lora, model_of
+from tests.models.huggingface.saved_models import folder_of
 from tests.models.huggingface.small import make_batch
 from tests.models.huggingface.tiny import config
 from tests.pool import Pool
@@ -108,7 +109,12 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": ["nothing"]}, "nothing.* linears are down_proj, gate_proj, k_proj"),
+        (
+            {"target_modules": ["q_prj", "v_proj"]},
+            "lora.target_modules: no linear is named q_prj; its linears are down_proj, gate_proj",
+        ),
+        ({"target_modules": ["b", "a"]}, "no linear is named a or b; its linears are down_proj"),
+        ({"target_modules": "nothing"}, "lora.target_modules: .*'?nothing.* linears are down_proj"),
         ({"layers_to_transform": [9]}, r"'layers_to_transform': \[9\]. Blocks have numbers from 0"),
         ({"init_lora_weights": "lora_ga"}, "lora.init_lora_weights = 'lora_ga'"),
     ],
@@ -118,6 +124,14 @@ def test_configs_that_fit_nothing_are_refused(options: dict[str, Any], message: 
     with pytest.raises(ConfigError, match=message) as caught:
         from_pretrained(config("llama"), lora=LoraConfig(**given))
     assert "\n" not in str(caught.value)
+
+
+def test_misspelt_target_of_a_file_is_named_with_its_key() -> None:
+    options = ModelOptions(
+        kind="hf", path=str(folder_of("llama")), lora=LoraOptions(targets=("q_prj", "v_proj"))
+    )
+    with pytest.raises(ConfigError, match=r"^model\.lora\.targets: no linear is named q_prj; its"):
+        make(options, 0)
 
 
 def test_layers_need_targets_by_name() -> None:
