@@ -236,7 +236,8 @@ class Trainer:
                     self.pipeline.measured.loss, "", "", seconds, False, step, (), left=True
                 )
         result = self.finish(time.perf_counter() - start, interrupted)
-        if interrupted and not self._is_done and self.config.data.has_samples:
+        is_short = interrupted and result.steps < self.config.train.steps
+        if is_short and self.config.data.has_samples:
             self._check_samples()
         return result
 
@@ -244,7 +245,7 @@ class Trainer:
         """Raises RunError on every rank if a broken sample has ended the run."""
         told = share_failures(self._world, self._loader.fault, "whether a sample is broken")
         for text in told.values():
-            raise RunError(f"{text}; then go on with --resume")
+            raise RunError(text)
 
     def advance(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
