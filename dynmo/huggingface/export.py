@@ -122,8 +122,12 @@ class Export:
         file = TensorFile(self.place.path / self.files[number], self._shapes_of(number))
         weights = self._model.weights
         if weights is not None and number == len(self._shards) - 1:
-            for key, tensor in weights.read_beside(self._beside):
-                file.write({key: tensor})
+            try:
+                for key, tensor in weights.read_beside(self._beside):
+                    file.write({key: tensor})
+            except BaseException as error:
+                file.__exit__(type(error))
+                raise
         return file
 
     def tensors(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

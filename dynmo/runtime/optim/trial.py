@@ -7,6 +7,7 @@ ZeRO-1 even parts of one parameter are updated apart.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -165,6 +166,12 @@ def _train(
     name = name_of(make)
     with unset_fake_temporarily(), generators_kept(torch.device("cpu")):
         optimizer = make_optimizer(make, groups)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer: {name} calls the model by a closure and needs all parameters at "
+                "once; use one whose step() needs no closure"
+            )
         before = _own_state(optimizer) if checks else {}
         for step in range(_STEPS):
             for _, parameters in groups:
