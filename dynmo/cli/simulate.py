@@ -246,7 +246,7 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
             }
             for record, again in rows
         ],
-        f"{path}: {len(rows)} decisions",
+        f"{path}: {len(rows)} decision" + "s" * (len(rows) != 1),
     )
 
 

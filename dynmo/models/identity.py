@@ -48,6 +48,8 @@ _OPAQUE = (
     "dynmo.models.huggingface.stubs.Unowned",
     "dynmo.models.emulated.Pace",
     "logging",
+    "numpy.random.",
+    "random.",
     "threading",
     "_thread",
 )

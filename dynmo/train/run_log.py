@@ -10,11 +10,11 @@ from typing import Any
 from dynmo.config import Config, with_options
 from dynmo.cost import costs_file
 from dynmo.cost.costs_file import Profile
-from dynmo.errors import InputError
+from dynmo.errors import DynmoError, InputError
 from dynmo.event_log import EventLog
 from dynmo.events import Event
 from dynmo.files import LineLog, write_whole
-from dynmo.metrics import open_sink
+from dynmo.metrics import NumberSink, open_sink
 from dynmo.plan.decide import DECISIONS, DecisionRecord
 from dynmo.plan.problem import Kind
 
@@ -29,20 +29,29 @@ class RunLog:
     Every rank has one, so that all ranks run the same code. Only rank 0's is given a folder and a
     listener.
 
+    Args:
+        goes_on: Whether another rank 0 wrote so far. A sink that cannot be opened where this one
+            runs is then left out, with a line.
+
     Attributes:
         config: The config as it is now.
     """
 
-    def __init__(self, config: Config, folder: Path | None, listen: Listener | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path | None, listen: Listener | None, goes_on: bool = False
+    ) -> None:
         self.config, self._folder, self._listen = config, folder, listen
-        self._events = None if folder is None else EventLog(folder / "events.jsonl")
         self._decisions: LineLog | None = None
         self._stayed = set[Kind]()  # kinds of decisions of which the last changed nothing
-        self._sinks = (
-            []
-            if folder is None
-            else [open_sink(kind, folder, config.name) for kind in config.metrics.to]
-        )
+        self._sinks = list[NumberSink]()
+        for kind in config.metrics.to:
+            try:
+                self._sinks += [] if folder is None else [open_sink(kind, folder, config.name)]
+            except DynmoError as error:
+                if not goes_on:
+                    raise
+                _logger.warning(f"{error}; the run goes on without it")
+        self._events = None if folder is None else EventLog(folder / "events.jsonl")
 
     @property
     def writes(self) -> bool:

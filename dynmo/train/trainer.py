@@ -153,7 +153,7 @@ class Trainer:
                 f"rank 0 is on {own_node()} now, which does not see the run's folder; the log goes "
                 f"on there, in {folder.absolute()}"
             )
-        self._log = RunLog(config, folder, listen)
+        self._log = RunLog(config, folder, listen, goes_on=self._log is not None)
         for event in self._early:
             self._tell(event)
         self._early.clear()

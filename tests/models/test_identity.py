@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import random
 import sys
 import threading
 from functools import partial
@@ -106,6 +107,8 @@ ALIKE: list[tuple[Any, Any]] = [
     ({"c", "b", "a"}, {"b", "a", "c"}),
     (object(), object()),
     (torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)),
+    (random.Random(), random.Random()),
+    (np.random.default_rng(), np.random.default_rng()),
 ]
 
 

@@ -32,8 +32,12 @@ class ThreadedManager:
         )
 
     def submit(self, kind: Kind, ranks: int, call: Callable[[], str]) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
+        try:
+            if self._thread.ident is None:
+                self._thread.start()
+        except RuntimeError as error:  # the machine has no room for a thread
+            self._reports.put(Report("failed", str(error), ranks, 0.0))
+            return
         self._calls.put((kind, ranks, call))
 
     @property
