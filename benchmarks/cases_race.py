@@ -208,7 +208,7 @@ class RacingSide:
         """Runs one step on all ranks."""
         self._world.barrier("the step to start")
         start = time.perf_counter()
-        self.trainer.advance()
+        self.trainer.turn()
         self._world.barrier("the step to end")
         self.seconds.append(time.perf_counter() - start)
         self._costs.append(

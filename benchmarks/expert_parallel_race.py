@@ -170,7 +170,7 @@ def race(world: Meeting, steps: int, scale: float = 1.0) -> dict[str, Any]:
             name = names[(step + place) % len(names)]
             world.barrier("the step to start")
             start, Slept.seconds = time.perf_counter(), 0.0
-            trainers[name].advance()
+            trainers[name].turn()
             slept[names.index(name), step, world.rank] = Slept.seconds
             world.barrier("the step to end")
             seconds[name].append(time.perf_counter() - start)

@@ -25,7 +25,8 @@ from benchmarks.ragged import Step
 from benchmarks.torch_peer import PeerSchedule, TorchPeer
 from dynmo.models.loss import causal_lm_loss, count_labels
 from dynmo.models.model import Model
-from dynmo.plan.bisection import chunked, exact
+from dynmo.plan.bisection import exact
+from dynmo.plan.chunks import chunked
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
 

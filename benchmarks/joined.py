@@ -31,7 +31,8 @@ from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, in_blocks, name_of, profile_of, timeline, trace
 from benchmarks.harness import train
 from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
-from dynmo.plan.bisection import chunked, exact, flowing
+from dynmo.plan.bisection import exact
+from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.costs import one_microbatch, with_unit_memory
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.partition import Partition, stage_loads, uniform

@@ -70,7 +70,7 @@ def train(world: Meeting, steps: int, turn: int, **sizes: int) -> dict[str, Any]
             world.barrier("the turn to start")
             before = time.perf_counter()
             for _ in range(min(turn, steps - start)):
-                trainers[name].advance()
+                trainers[name].turn()
             trainers[name].settle()  # both sides talk on the same channels
             world.barrier("the turn to end")
             seconds[name].append(time.perf_counter() - before)

@@ -154,7 +154,7 @@ def egeria(world: Meeting, blocks: int, hidden: int, rounds: int) -> dict[str, A
     seconds: list[float] = []
     for _ in range(CYCLE * (rounds + 1)):
         start = time.process_time()
-        trainer.advance()
+        trainer.turn()
         seconds.append(time.process_time() - start)
     trainer.finish(sum(seconds))
     kinds: dict[str, list[float]] = {"plain": [], "reading": [], "reference": []}

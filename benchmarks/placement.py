@@ -34,7 +34,8 @@ from benchmarks.output import add_number, parser_of, run, show
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.plan.balancers import Balancer, balancer, diffuse
-from dynmo.plan.bisection import chunked, exact
+from dynmo.plan.bisection import exact
+from dynmo.plan.chunks import chunked
 from dynmo.plan.costs import freeze
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition, stage_loads, uniform

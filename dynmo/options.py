@@ -103,7 +103,7 @@ _SAY = {
 }
 
 
-class Problem(NamedTuple):
+class WrongValue(NamedTuple):
     """A wrong value.
 
     Attributes:
@@ -117,7 +117,7 @@ class Problem(NamedTuple):
     text: str
 
 
-def problems_of(error: ValidationError, data: object) -> list[Problem]:
+def problems_of(error: ValidationError, data: object) -> list[WrongValue]:
     """Says what pydantic found wrong in `data`, in the words of a TOML file."""
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for each in error.errors(include_url=False):
@@ -125,7 +125,7 @@ def problems_of(error: ValidationError, data: object) -> list[Problem]:
     # Each alternative of a union reports an error. The one that went deepest into the value counts.
     outer = {place[:depth] for place in found for depth in range(len(place))}
     return [
-        Problem(place, each[0]["type"] == "extra_forbidden", _explain(place, each))
+        WrongValue(place, each[0]["type"] == "extra_forbidden", _explain(place, each))
         for place, each in found.items()
         if place not in outer
     ]

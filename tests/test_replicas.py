@@ -280,7 +280,7 @@ def costs_beside_a_slow_replica(world: Meeting, config: dict[str, Any]) -> list[
             assert isinstance(module, EmulatedLayer)
             module.f *= 10
         for _ in range(3):
-            trainer.advance()
+            trainer.turn()
         return [cost.f for cost in trainer.pipeline.measured.costs()]
 
 

@@ -59,11 +59,11 @@ class _Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.mesh.pipeline, self.mesh.data
+        return self.mesh.pipeline, self.mesh.replicas
 
     @property
     def ranks(self) -> int:
-        return self.mesh.pipeline * self.mesh.data
+        return self.mesh.pipeline * self.mesh.replicas
 
 
 class Elasticity:

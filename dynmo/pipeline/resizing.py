@@ -38,19 +38,21 @@ class NextMesh:
 
     Attributes:
         pipeline: Number of ranks of a pipeline.
-        data: Number of replicas.
+        replicas: Number of pipelines.
         partition: Layers on each new stage.
         microbatches: Number of microbatches of all replicas. The numbers change if the batch is cut
             otherwise from now on.
     """
 
     pipeline: int
-    data: int
+    replicas: int
     partition: Partition
     microbatches: int
 
     def layout(self, layouts: Layouts, before: Layout) -> Layout:
-        return layouts.resized(before, self.pipeline, self.data, self.partition, self.microbatches)
+        return layouts.resized(
+            before, self.pipeline, self.replicas, self.partition, self.microbatches
+        )
 
 
 class Resizing(Actions):
@@ -186,15 +188,15 @@ class Resizing(Actions):
         raise ResizeFailed(f"{error}; the run goes on with {size} ranks") from error
 
     def _check_size(self, size: int, mesh: NextMesh) -> None:
-        store, pipeline, data = self._store, mesh.pipeline, mesh.data
+        store, pipeline, replicas = self._store, mesh.pipeline, mesh.replicas
         assert not store.layout.sliced, "slices cannot get other ranks"
-        assert not store.spreads_groups or data == store.layout.replicas, "experts stay shared"
-        assert pipeline * data == size, "the mesh has all ranks"
+        assert not store.spreads_groups or replicas == store.layout.replicas, "experts stay shared"
+        assert pipeline * replicas == size, "the mesh has all ranks"
         if meeting_of(store.world).home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
 
     def _agree_on_ranks(self, ranks: tuple[int, ...] | int, mesh: NextMesh) -> None:
-        decision = (ranks, mesh.pipeline, mesh.data, mesh.partition.counts, mesh.microbatches)
+        decision = (ranks, mesh.pipeline, mesh.replicas, mesh.partition.counts, mesh.microbatches)
         agree(self._store.world, decision, "which ranks go on")
         self._store.check_names(range(self._store.model.layers))
 

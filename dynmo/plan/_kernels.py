@@ -1,4 +1,4 @@
-"""Compiled inner loops of `bisection`: loads, times and memory of stages.
+"""Compiled inner loops of `bisection` and `chunks`: loads, times and memory of stages.
 
 Loads are int64 below 2^53. A stage's time is the float load / speed + time of sending. Bytes are
 int64. The caller checks that they fit.

@@ -12,7 +12,8 @@ import numpy as np
 
 from dynmo.errors import NoRoomError, ScheduleError
 from dynmo.plan._replay_kernels import promising, replay
-from dynmo.plan.bisection import chunked, exact, flowing, ties
+from dynmo.plan.bisection import exact, ties
+from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.partition import Partition, uniform, weigh
 from dynmo.plan.problem import Choice

@@ -223,7 +223,7 @@ class Trainer:
         start, interrupted = time.perf_counter(), False
         while not self._is_done and not interrupted:
             try:
-                interrupted = self.advance(stopping())
+                interrupted = self.turn(stopping())
             except InputError as error:
                 if not self._stepped:
                     raise
@@ -247,7 +247,7 @@ class Trainer:
         for text in told.values():
             raise RunError(text)
 
-    def advance(self, stop: bool = False) -> bool:
+    def turn(self, stop: bool = False) -> bool:
         """Runs one turn of the loop: changes, step, evaluation, checkpoint.
 
         Returns:

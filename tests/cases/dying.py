@@ -3,7 +3,7 @@
 import os
 import signal
 
-from dynmo.pipeline import actions
+from dynmo.pipeline import actions, resizing
 from dynmo.pipeline.case import Dynamism
 
 
@@ -16,4 +16,4 @@ class Dying(Dynamism):
 
     def act(self, step, layers):
         if os.environ.get("RANK") == os.environ.get("DIES"):
-            actions.exchange = die
+            actions.exchange = resizing.exchange = die

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.cost_traces import trace
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.plan.bisection import (
-    Chain,
-    chunked,
-    exact,
-    flowing,
-    integer_sums,
-    ties,
-)
+from dynmo.plan.bisection import Chain, exact, integer_sums, ties
+from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.costs import frozen_stages, pipeline_costs
 from dynmo.plan.partition import Partition, stage_loads, uniform
 from dynmo.schedule.automatic.vshape import v_shape

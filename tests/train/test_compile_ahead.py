@@ -12,7 +12,7 @@ from numba.core.dispatcher import Dispatcher
 from dynmo.cases.experts import routing
 from dynmo.cases.pruning import csr
 from dynmo.cases.sparse_attention import hashed, shared
-from dynmo.plan import _kernels, _replay_kernels, bisection
+from dynmo.plan import _kernels, _replay_kernels, bisection, chunks
 from dynmo.schedule import graph
 from dynmo.schedule.automatic import _list_loops, _vshape_loops, _zero_bubble_loops
 from dynmo.train.compile_ahead import prepare
@@ -26,7 +26,8 @@ def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
 def test_every_jit_loop_is_compiled_at_set_up() -> None:
     """The loops are those of sparse layers, for float32, and of the balancers."""
     layers = loops((csr, hashed, shared))
-    used = set(re.findall(r"kernels\.(\w+)\(", inspect.getsource(bisection)))
+    users = inspect.getsource(bisection) + inspect.getsource(chunks)
+    used = set(re.findall(r"kernels\.(\w+)\(", users))
     used |= {"replay", "run_clocks", "in_order"}
     others = loops((_kernels, _replay_kernels, graph))
     balancers = [loop for loop in others if loop.__name__ in used]

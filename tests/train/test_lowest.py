@@ -42,7 +42,7 @@ def saved(folder: Path) -> list[int]:
 def test_run_keeps_the_best_and_ends_without_a_lower_loss(tmp_path: Path) -> None:
     with dynmo.init(device="cpu") as world:
         first = trainer(world, tmp_path, patience=3)
-        seen = [(first.advance(), saved(tmp_path))[1] for _ in range(5)]
+        seen = [(first.turn(), saved(tmp_path))[1] for _ in range(5)]
         assert seen == [[1], [2], [2, 3], [4], [4]]
         assert first._log is not None
         first._log.close()  # it ends without a word
@@ -71,7 +71,7 @@ def test_a_run_resumes_from_before_its_first_evaluation(tmp_path: Path) -> None:
     with dynmo.init(device="cpu") as world:
         first = trainer(world, tmp_path, eval_every=4)
         for _ in range(3):
-            first.advance()
+            first.turn()
         assert first._log is not None
         first._log.close()
         again = trainer(world, tmp_path, resume=True, eval_every=4)
