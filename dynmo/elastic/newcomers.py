@@ -96,9 +96,9 @@ class Newcomers:
         self, elastic: Elastic, world: Meeting, identity: Identity, former: Handover | None = None
     ) -> None:
         assert world.home is not None, "ranks of a program's own process groups stay"
-        own = former or Handover()
+        handover = former or Handover()
         self._events: list[partial[Event]] = []  # they lack the step
-        self._launcher = _launcher(world.home, *own.counts)
+        self._launcher = _launcher(world.home, *handover.counts)
         self._manager = None
         try:
             self._manager = make_manager(elastic, self._launcher)
@@ -111,8 +111,8 @@ class Newcomers:
         # A wait of a TCPStore holds up its other calls, so the thread has a connection of its own.
         self._watched = world.home.clone().within("join")
         # The highest ticket so far, and the tickets whose holders have not described themselves.
-        self._known = own.known
-        self._expected = {*own.expected}
+        self._known = handover.known
+        self._expected = {*handover.expected}
         # The thread adds newcomers, and only the other methods remove them.
         self._waiting: dict[int, _Waiting] = {}
         self._pulsed = -_PULSE
@@ -120,26 +120,26 @@ class Newcomers:
         self._read_at = time.monotonic()
         self._failure = ""
         self._forged = ""
-        self._told = set[str]()
+        self._reported = set[str]()
         self._looked = 0.0
         self._present: list[int] = []  # tickets of those that may join
         # Started ranks that have not come, the time of the call, and whether an event said so.
-        self._outstanding = own.outstanding
-        self._asked = time.monotonic() - own.late
-        self._missed = own.missed
+        self._outstanding = handover.outstanding
+        self._asked = time.monotonic() - handover.late
+        self._missed = handover.missed
         self._closed = threading.Event()
         threading.Thread(target=self._watch, args=(ref(self), self._closed), daemon=True).start()
 
     @staticmethod
     def _watch(found: Callable[[], Newcomers | None], closed: threading.Event) -> None:
         """Ends with the run, or once a loop has dropped its pipeline."""
-        while not closed.wait(_READ) and (own := found()) is not None:
+        while not closed.wait(_READ) and (newcomers := found()) is not None:
             try:
-                own._read()
+                newcomers._read()
             except LOST as error:
-                own._failure = reason(error) or type(error).__name__
+                newcomers._failure = reason(error) or type(error).__name__
                 return
-            del own
+            del newcomers
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -188,8 +188,8 @@ class Newcomers:
             if moment - self._read_at > self._timeout:
                 why = why or f"it has not answered for {self._timeout:g} s"
             failure = why and f"nobody can join: the store of the run cannot be read ({why})"
-            for problem in {self._forged, failure} - self._told - {""}:
-                self._told.add(problem)
+            for problem in {self._forged, failure} - self._reported - {""}:
+                self._reported.add(problem)
                 self._fault(problem)
             self._watch_manager()
         return len(self._present)
@@ -288,8 +288,8 @@ class Newcomers:
                 self._outstanding = max(0, self._outstanding - report.ranks)
                 self._fault(report.what)
                 continue
-            told = {"what": report.what, "ranks": report.ranks, "seconds": report.seconds}
-            self._events.append(partial(ReleaseEvent, by=self._manager.name, **told))
+            fields = {"what": report.what, "ranks": report.ranks, "seconds": report.seconds}
+            self._events.append(partial(ReleaseEvent, by=self._manager.name, **fields))
 
     def _fault(self, what: str) -> None:
         self._events.append(partial(FaultEvent, what=what))

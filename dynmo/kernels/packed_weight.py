@@ -214,7 +214,7 @@ def _has_name(kind: type, name: str) -> bool:
     return kind.__qualname__ == qualname and (len(modules) == 1 or "__main__" in modules)
 
 
-def conform(
+def take_forms(
     module: nn.Module, buffers: Mapping[str, Tensor], forms: Mapping[str, str] | None = None
 ) -> None:
     """Gives the parts of a layer the forms of a layer with these buffers. Values are not set.

@@ -209,12 +209,12 @@ def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
         parts *= -(-ranks // torch.cuda.device_count())
     total = torch.cuda.get_device_properties(device).total_memory
-    own = max(1, total * 92 // 100 - (1 << 30)) // parts
-    return own if meeting_of(world).is_outside else _agreed_limit(options, world.everyone, own)
+    limit = max(1, total * 92 // 100 - (1 << 30)) // parts
+    return limit if meeting_of(world).is_outside else _agreed_limit(options, world.everyone, limit)
 
 
-def _agreed_limit(options: PipelineOptions, everyone: World, own: int) -> Limit:
-    each: list[int] = everyone.gather(torch.tensor(own), "everyone's memory limits").tolist()
+def _agreed_limit(options: PipelineOptions, everyone: World, limit: int) -> Limit:
+    each: list[int] = everyone.gather(torch.tensor(limit), "everyone's memory limits").tolist()
     elastic, replicas = options.elastic, options.replicas
     changes = elastic.reshape or elastic.reshape_at or elastic.changes_ranks
     if len(set(each)) == 1 or options.slices or changes:

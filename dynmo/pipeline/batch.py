@@ -67,24 +67,24 @@ class BatchNames:
         Raises:
             InputError: A name is unknown or missing, or the model refuses the batch.
         """
-        there = {name for name, value in given.items() if cast(object, value) is not None}
-        unknown = sorted(there - {*self.inputs, *self.targets})
+        names = {name for name, value in given.items() if cast(object, value) is not None}
+        unknown = sorted(names - {*self.inputs, *self.targets})
         if unknown:
             raise InputError(f"{where} has {_list(unknown)}, which the model lacks; {self}")
-        inputs = [name for name in self.inputs if name in there]
+        inputs = [name for name in self.inputs if name in names]
         last = self.inputs.index(inputs[-1]) + 1 if inputs else 0
         needed = self.inputs[: max(last, self.required)] if inputs else ()
-        targets = [name for name in self.targets if name in there]
+        targets = [name for name in self.targets if name in names]
         must = needed[: self.required] if self.gaps else needed
-        missing = [name for name in must if name not in there]
-        missing += [name for name in self.targets if targets and name not in there]
+        missing = [name for name in must if name not in names]
+        missing += [name for name in self.targets if targets and name not in names]
         if missing:
             raise InputError(f"{where} lacks {_list(missing)}; {self}")
         taken = {name: _tensor(f"{name} of {where}", given[name]) for name in (*inputs, *targets)}
         if self.check is not None:
             self.check(taken, where)
-        wanted = {name: taken[name] for name in targets}
-        one = wanted.get(self.targets[0]) if len(self.targets) == 1 else wanted or None
+        by_name = {name: taken[name] for name in targets}
+        one = by_name.get(self.targets[0]) if len(self.targets) == 1 else by_name or None
         first = [taken[name] if name in taken else _gap(taken[inputs[0]]) for name in needed]
         return tuple(first), one
 
@@ -117,20 +117,22 @@ class BatchCutter:
             InputError: Something cannot be cut, or a name is unknown or missing.
         """
         inputs: Cut
-        wanted: Cut
+        cut_targets: Cut
         if isinstance(batch, Mapping):
             names = BatchNames.of(self._model, self._first)
-            inputs, wanted = _cut_named(*names.split(cast(Named, batch), "the batch"), count)
+            inputs, cut_targets = _cut_named(*names.split(cast(Named, batch), "the batch"), count)
         elif isinstance(batch, list):
-            inputs, wanted = self._cut_list(cast("list[object]", batch), count)
+            inputs, cut_targets = self._cut_list(cast("list[object]", batch), count)
         else:
-            inputs, wanted = None if batch is None else _cut("inputs", batch, count), None
+            inputs, cut_targets = None if batch is None else _cut("inputs", batch, count), None
         if targets is not None:
-            if wanted is not None:
+            if cut_targets is not None:
                 raise InputError("the batch has its targets; leave out the second argument")
-            wanted = self._targets(targets, count)
-            _check_rows(inputs, wanted)
-        return self._first_inputs(inputs, wanted), _map(wanted, lambda x: _plain(x, self._device))
+            cut_targets = self._targets(targets, count)
+            _check_rows(inputs, cut_targets)
+        return self._first_inputs(inputs, cut_targets), _map(
+            cut_targets, lambda x: _plain(x, self._device)
+        )
 
     def _cut_list(self, given: list[object], count: int) -> tuple[Cut, Cut]:
         tensors = all(isinstance(each, Tensor) for each in given)
@@ -147,15 +149,15 @@ class BatchCutter:
         _check_number("the batch", given, count)
         names = BatchNames.of(self._model, self._first)
         pairs = [names.split(cast(Named, each), f"microbatch {j}") for j, each in enumerate(given)]
-        inputs, wanted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        numbers = {len(each) for each in inputs}, {each is None for each in wanted}
+        inputs, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        numbers = {len(each) for each in inputs}, {each is None for each in targets}
         for what, found in zip(("inputs", "targets"), numbers, strict=True):
             if len(found) > 1:
                 raise InputError(
                     f"some microbatches have {what} that others lack; give all of them the same "
                     "names"
                 )
-        return inputs if inputs[0] else None, None if wanted[0] is None else wanted
+        return inputs if inputs[0] else None, None if targets[0] is None else targets
 
     def _targets(self, given: object, count: int) -> Cut:
         if isinstance(given, list):
@@ -194,11 +196,11 @@ def _plain(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) ->
 def _check_rows(inputs: Cut, targets: Cut) -> None:
     """Refuses tensors of different numbers of rows. Lists hold what the loss makes of them."""
     if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-        given, wanted = (x.shape[0] * x.shape[1] for x in (inputs, targets))
-        if given != wanted:
+        given, target_rows = (x.shape[0] * x.shape[1] for x in (inputs, targets))
+        if given != target_rows:
             raise InputError(
-                f"inputs has {given} rows and targets has {wanted}; give each row its target, or "
-                "lists of microbatches if rows share targets"
+                f"inputs has {given} rows and targets has {target_rows}; give each row its target, "
+                "or lists of microbatches if rows share targets"
             )
 
 
@@ -221,12 +223,12 @@ def _cut_named(
             f"the tensors of the batch have different numbers of rows: {', '.join(map(str, sizes))}"
         )
     rows = [_cut("the batch", each, count) for each in inputs]
-    wanted = {name: _cut("the batch", each, count) for name, each in several.items()}
+    cuts = {name: _cut("the batch", each, count) for name, each in several.items()}
     return (
         [tuple(each[j] for each in rows) for j in range(count)] if rows else None,
-        wanted.get("")
+        cuts.get("")
         if targets is None or isinstance(targets, Tensor)
-        else [{name: each[j] for name, each in wanted.items()} for j in range(count)],
+        else [{name: each[j] for name, each in cuts.items()} for j in range(count)],
     )
 
 

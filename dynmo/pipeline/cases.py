@@ -152,9 +152,9 @@ class Cases:
 
     def _compare(self) -> None:
         """Raises RunError on all ranks if not all have a function of the same case, or none."""
-        own = len(self.all) if self._run is None else self.all.index(self._run[0])
+        place = len(self.all) if self._run is None else self.all.index(self._run[0])
         everyone = self._context.engine.store.world.everyone
-        chosen = everyone.gather(torch.tensor(own), "who runs frozen layers").tolist()
+        chosen = everyone.gather(torch.tensor(place), "who runs frozen layers").tolist()
         first = min(chosen)
         others = [rank for rank, place in enumerate(chosen) if place != first]
         if others:
@@ -214,7 +214,7 @@ class CaseContext(Actions):
         return FirstReplica(self._store.world)
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        return self._store.kept[layer]
+        return self._store.case_tensors[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
         self._pending.assert_final()
@@ -260,11 +260,11 @@ def make_cases(cases: Sequence[CaseOptions | Dynamism], run: RunFacts) -> list[D
     run = replace(run, cases=named)
     for problem in run.problems():
         raise ConfigError(problem)
-    own = [each for each in cases if not isinstance(each, CaseOptions)]
-    for each in own:
+    others = [each for each in cases if not isinstance(each, CaseOptions)]
+    for each in others:
         _check(each, f"cases: {type(each).__name__}")
     in_turn = sorted(named.values(), key=lambda options: options.turn)
-    ready = [*(_make(options, run) for options in in_turn), *own]
+    ready = [*(_make(options, run) for options in in_turn), *others]
     names = [each.name for each in cases]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:  # checkpoints keep a case's state by its name

@@ -107,8 +107,8 @@ class Changes:
             for case, change in self.cases.act(step):
                 self._emit(self.rebalancer.on_workload_change(step))
                 self._keep_trace()
-                own = case.name not in {each.name for each in self.options.cases}
-                options = {} if own else change.options
+                is_own_case = case.name not in {each.name for each in self.options.cases}
+                options = {} if is_own_case else change.options
                 self._emit(ChangeEvent(step, case.name, change.layers, change.what, options))
 
     @contextmanager
@@ -148,17 +148,17 @@ class Changes:
     def _reshape(self, step: int) -> None:
         """Makes the same ranks another mesh, if that is decided or planned."""
         engine, options = self._engine, self.options
-        shape, wanted = options.shape_at(step), None
+        shape, mesh = options.shape_at(step), None
         if options.elastic.reshape:
-            wanted = self.rebalancer.mesh(step) if self.rebalancer.is_due(step) else None
+            mesh = self.rebalancer.mesh(step) if self.rebalancer.is_due(step) else None
         elif (
             options.elastic.reshape_at
             and shape != engine.store.layout.shape
             and shape[0] * shape[1] == engine.store.world.everyone.size
         ):
-            wanted = (*shape, first_partition(options, engine.model.layers, shape[0]))
-        if wanted is not None:
-            self.reshape(step, *wanted)
+            mesh = (*shape, first_partition(options, engine.model.layers, shape[0]))
+        if mesh is not None:
+            self.reshape(step, *mesh)
 
     def reshape(self, step: int, pipeline: int, replicas: int, partition: Partition) -> None:
         before = self._engine.store.layout.shape

@@ -24,7 +24,7 @@ class Counts:
 
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers
-        self._own: dict[int, Numbers | Tensor] = {}
+        self._sums: dict[int, Numbers | Tensor] = {}
         # Sums that a checkpoint has, alike on all ranks.
         self._saved: list[list[float]] = []
 
@@ -34,12 +34,12 @@ class Counts:
     ) -> dict[int, Numbers | Tensor]:
         """Asks the layers for their counts. Call it before they move."""
         numbers = {index: counted(layers.modules[index]) for index in counting}
-        own = set(layers.own)
-        return {index: each for index, each in numbers.items() if index in own}
+        own_layers = set(layers.own)
+        return {index: each for index, each in numbers.items() if index in own_layers}
 
     def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
         for index, numbers in counted.items():
-            self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
+            self._sums[index] = _sum(self._sums[index], numbers) if index in self._sums else numbers
 
     def total(
         self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False
@@ -47,9 +47,9 @@ class Counts:
         """Sums over the ranks, and begins anew. All ranks call it."""
         table = torch.zeros(len(counting), self.numbers, dtype=torch.float64)
         for place, index in enumerate(counting):
-            if index in self._own:
-                table[place] = _on_host(self._own[index])
-        self._own.clear()
+            if index in self._sums:
+                table[place] = _on_host(self._sums[index])
+        self._sums.clear()
         collective = layers.collective
         (collective.sum_all if all_replicas else collective.sum)(table, what)
         saved = torch.tensor(self._saved, dtype=torch.float64)
@@ -71,7 +71,7 @@ class Counts:
         return self._saved
 
     def load(self, saved: list[list[float]]) -> None:
-        self._own.clear()
+        self._sums.clear()
         self._saved = saved
 
 

@@ -226,13 +226,13 @@ def check_later_ranks(
     elastic = options.elastic
     if limit is None or options.recompute != "none":
         return
-    wanted = {
+    keys = {
         pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
         for step, pipeline, data in elastic.reshape_at
     }
     if elastic.target_ranks is not None:
-        wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
-    if options.zero and wanted:  # each mesh divides the optimizer state by its own replicas
+        keys[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
+    if options.zero and keys:  # each mesh divides the optimizer state by its own replicas
         costs, _ = known_costs(options.model_copy(update={"zero": 0}), model)
     # Any times will do, because only the memory counts.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
@@ -243,7 +243,7 @@ def check_later_ranks(
         zero=options.zero,
         post_validation=options.post_validation,
     )
-    for ranks, key in wanted.items():
+    for ranks, key in keys.items():
         allowed = Allowed(
             ranks,
             options.global_batch,

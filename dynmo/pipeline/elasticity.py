@@ -84,12 +84,12 @@ class Elasticity:
         self._identity, self.reference = identity, reference
         self._newcomers: Newcomers | None = None
         self._open_entrance(None)
-        self._called = False  # rank 0 wants to decide
+        self._must_decide = False  # rank 0 wants to decide
         # A planned mesh whose newcomers did not come.
         self._postponed: tuple[int, int] | None = None
-        self._wanted: int | None = None  # number of ranks that the planner would like
+        self._wanted_ranks: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
-        self._most = max(options.world_size, self._everyone.size)
+        self._most_ranks = max(options.world_size, self._everyone.size)
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
@@ -112,7 +112,7 @@ class Elasticity:
     @property
     def gpu_seconds_returned(self) -> float:
         """GPU-seconds so far of the ranks that the run did without."""
-        return self._returned + (self._most - self._everyone.size) * (
+        return self._returned + (self._most_ranks - self._everyone.size) * (
             time.monotonic() - self._since
         )
 
@@ -130,7 +130,7 @@ class Elasticity:
 
     # -- hearing -----------------------------------------------------------------------------------
 
-    def call(self) -> int:
+    def step_flag(self) -> int:
         """Returns this rank's part of the next flag: LOOK if all ranks shall decide."""
         return (
             LOOK if self._newcomers is not None and self._is_welcome(self._newcomers.look()) else 0
@@ -149,17 +149,21 @@ class Elasticity:
         if elastic.target_ranks is not None:
             return size < elastic.target_ranks and waiting > self._refused
         if elastic.repack:
-            return self._wanted is not None and self._wanted > size and waiting > self._refused
+            return (
+                self._wanted_ranks is not None
+                and self._wanted_ranks > size
+                and waiting > self._refused
+            )
         return waiting > self._refused and self._rebalancer.measured
 
-    def hear(self, flags: Sequence[int]) -> None:
+    def take_flags(self, flags: Sequence[int]) -> None:
         """Takes the flags of a step's result."""
-        self._called = self._called or any(flag & LOOK for flag in flags)
+        self._must_decide = self._must_decide or any(flag & LOOK for flag in flags)
 
     def acts(self, step: int) -> bool:
         """Returns True if it may change the ranks before a step."""
         return (
-            self._called
+            self._must_decide
             or self._is_planned(step)
             or (self.options.elastic.changes_ranks and self._rebalancer.is_due(step))
         )
@@ -178,7 +182,7 @@ class Elasticity:
         """Changes the ranks before a step, if that is called for."""
         if not self.acts(step):
             return False
-        self._called, size = False, self._everyone.size
+        self._must_decide, size = False, self._everyone.size
         plan = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
         if plan is None or plan.ranks == size:
             return False
@@ -199,18 +203,18 @@ class Elasticity:
         if not self._rebalancer.measured:
             return None
         elastic, size = self.options.elastic, self._everyone.size
-        there = size + self._newcomers_waiting()
+        available = size + self._newcomers_waiting()
         nodes = _nodes(self._places())
         rules = rules_of(self.options, self._pipeline, "ranks")
-        rules = replace(rules, there=there, most=self._most)
+        rules = replace(rules, there=available, most=self._most_ranks)
         decision = self._rebalancer.decide(step, rules, nodes, self.reference)
         if decision.refusal is not None:  # the wish cannot be met with the present layers
             self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {decision.refusal}"))
             return None
-        self.reference, self._wanted = decision.reference, decision.ranks
-        if self._newcomers is not None and elastic.changes_ranks and decision.ranks > there:
+        self.reference, self._wanted_ranks = decision.reference, decision.ranks
+        if self._newcomers is not None and elastic.changes_ranks and decision.ranks > available:
             self._newcomers.start(decision.ranks - size - self._newcomers.waiting)
-        self._refused = there - size
+        self._refused = available - size
         if not decision.verdict.pays:
             return None
         mesh = decision.plan.mesh
@@ -228,14 +232,14 @@ class Elasticity:
                 self._newcomers.start(missing - self._newcomers.waiting)
             while self._newcomers.look(at_once=True) < missing and time.monotonic() < end:
                 time.sleep(0.02)
-        there = self._newcomers_waiting()
-        if there < missing:
+        waiting = self._newcomers_waiting()
+        if waiting < missing:
             if self._newcomers is not None:
                 self._newcomers.miss()
             came = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join)"
             goes_on = f"the run goes on with {world.size}, and takes the others when they come"
-            self._tell(FaultEvent(step, f"{came}, and {there} came; {goes_on}"))
-        return there
+            self._tell(FaultEvent(step, f"{came}, and {waiting} came; {goes_on}"))
+        return waiting
 
     def _newcomers_waiting(self) -> int:
         """Returns the number of waiting newcomers, on every rank."""
@@ -244,9 +248,9 @@ class Elasticity:
 
     def _places(self) -> list[RankPlace]:
         world = self._everyone
-        own = json.dumps(asdict(own_place(world.rank)))
-        told = share_texts(world, own, "where all ranks run")
-        return [RankPlace(**json.loads(text)) for text in told]
+        text = json.dumps(asdict(own_place(world.rank)))
+        texts = share_texts(world, text, "where all ranks run")
+        return [RankPlace(**json.loads(each)) for each in texts]
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -254,22 +258,22 @@ class Elasticity:
         pipeline, start = self._pipeline, time.perf_counter()
         rank, before = self._everyone.rank, (self._everyone.size, pipeline.store.layout.shape)
         places = self._places()
-        kept = self._kept(_nodes(places), plan)
-        handed = "" if 0 in kept else self._hand_over()
+        staying = self._staying_ranks(_nodes(places), plan)
+        handed = "" if 0 in staying else self._hand_over()
         try:
-            migration = Resizing(pipeline).shrink(kept, plan.mesh)
+            migration = Resizing(pipeline).shrink(staying, plan.mesh)
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
             self._tell(FaultEvent(step, f"the run keeps its {len(places)} ranks: {error}"))
             return False
-        self.left = rank not in kept
+        self.left = rank not in staying
         if self.left:
             return True
         if handed:
             self._take_over(handed)
-        left = [place for place in places if place.rank not in kept]
+        left = [place for place in places if place.rank not in staying]
         if self._newcomers is not None:
-            self._newcomers.on_resize([places[rank] for rank in kept], left)
+            self._newcomers.on_resize([places[rank] for rank in staying], left)
         slowdown, names = None if plan.gain is None else -plan.gain, tuple(map(str, left))
         event = partial(RepackEvent, predicted_slowdown=slowdown, left=names)
         self._on_resize(step, plan, before, migration, start, event)
@@ -278,11 +282,11 @@ class Elasticity:
     def _hand_over(self) -> str:
         """Returns what the next rank 0 must know of this one, on every rank."""
         known = None if self._newcomers is None else asdict(self._newcomers.handover())
-        given = json.dumps([self.gpu_seconds_returned, self._most, known])
+        given = json.dumps([self.gpu_seconds_returned, self._most_ranks, known])
         return share_texts(self._everyone, given, "rank 0 to hand over")[0]
 
     def _take_over(self, given: str) -> None:
-        self._returned, self._most, known = json.loads(given)
+        self._returned, self._most_ranks, known = json.loads(given)
         self._since = time.monotonic()
         self._open_entrance(None if known is None else Handover(**known))
 
@@ -301,11 +305,11 @@ class Elasticity:
             self.options = self.options.with_microbatches(plan.mesh.microbatches)
             self._rebalancer.use(self.options)
         moment = time.monotonic()
-        self._returned += (self._most - before[0]) * (moment - self._since)
-        self._since, self._most = moment, max(self._most, plan.ranks)
-        self._wanted, self._refused, self._called = None, 0, False
+        self._returned += (self._most_ranks - before[0]) * (moment - self._since)
+        self._since, self._most_ranks = moment, max(self._most_ranks, plan.ranks)
+        self._wanted_ranks, self._refused, self._must_decide = None, 0, False
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
-        told = event(
+        change = event(
             step,
             id=number,
             ranks_before=before[0],
@@ -318,9 +322,9 @@ class Elasticity:
             seconds=seconds,
             reason=plan.reason,
         )
-        self._tell(result, told)
+        self._tell(result, change)
 
-    def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
+    def _staying_ranks(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
         if self.options.expert == 1:
             return kept_ranks(nodes, plan.ranks)
         # Replicas hold different weights, so they stay together.
@@ -347,10 +351,10 @@ class Elasticity:
             self._newcomers.on_resize([*self._places_before, *joined])
         names = tuple(map(str, joined))
 
-        def event(step: int, **told: Any) -> Event:
+        def event(step: int, **rest: Any) -> Event:
             returned = self.gpu_seconds_returned
             return GrowEvent(
-                step, predicted_gain=plan.gain, joined=names, gpu_seconds_returned=returned, **told
+                step, predicted_gain=plan.gain, joined=names, gpu_seconds_returned=returned, **rest
             )
 
         self._on_resize(step, plan, before, migration, start, event)

@@ -122,7 +122,7 @@ class Loader:
         self.fault: BaseException | None = None
         self._waited = 0.0
         self._records: Records | None = None
-        self._own: Records | None = None
+        self._held_out: Records | None = None
         self._batches: SampleBatches | None = None
         self._ahead: Ahead[list[Microbatch]] | None = None
         if batching == "packed":
@@ -165,17 +165,17 @@ class Loader:
         self._step, position = int(state["step"]), state.get("position")
         digest, length, others = None, 0, 0
         if pipeline.needs_data:
-            if self._own is None and self._own_source is not None:
-                self._own = open_records(self._own_source, "data.held_out")
+            if self._held_out is None and self._own_source is not None:
+                self._held_out = open_records(self._own_source, "data.held_out")
             if options.streaming:
                 at = None if position is None else Position(*position)
-                count = HELD_OUT if self._own is None else 0
+                count = HELD_OUT if self._held_out is None else 0
                 self._records = open_stream(self._source, options.block, self._seed, at, count)
             elif self._records is None:
                 self._records = open_records(self._source)
             length, digest = len(self._records), _digest(self._records)
-            if self._own is not None:
-                others, digest = len(self._own), digest + _digest(self._own)
+            if self._held_out is not None:
+                others, digest = len(self._held_out), digest + _digest(self._held_out)
         agree(world, digest, "the data (data.source)")
         length, others = map(int, maxima(world, (length, others)))
         if not options.streaming:
@@ -185,7 +185,9 @@ class Loader:
         if pipeline.needs_data:
             assert self._records is not None
             self._batches = batches_of(
-                self._records if self._own is None else WithHeldOut(self._records, self._own),
+                self._records
+                if self._held_out is None
+                else WithHeldOut(self._records, self._held_out),
                 self._tokenizer,
                 pipeline.mesh.model,
                 options,
@@ -201,8 +203,8 @@ class Loader:
 
     def _make(self, step: int) -> list[Microbatch]:
         assert self._batches is not None
-        own, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
-        return self._batches.train(step, slice(replica * own, (replica + 1) * own))
+        count, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
+        return self._batches.train(step, slice(replica * count, (replica + 1) * count))
 
     def __iter__(self) -> Iterator[list[Microbatch] | None]:
         return self

@@ -164,10 +164,10 @@ def _elastic(options: PipelineOptions, layers: int | None) -> Iterator[str]:
     if target is not None:
         least = most if options.expert > 1 else 1  # replicas that share experts stay together
         if not any(least <= replicas <= most for _, replicas in rule.shapes(target)):
-            told = f"the {most}" if least == most else f"at most {most}"
+            allowed = f"the {most}" if least == most else f"at most {most}"
             yield (
                 f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's "
-                f"layers, pipeline.schedule, {told} replicas, {microbatches} microbatches and "
+                f"layers, pipeline.schedule, {allowed} replicas, {microbatches} microbatches and "
                 f"train.reduction_slots = {options.accumulation_groups}; use another number"
             )
     if elastic.reshape and len(rule.shapes(options.pipeline * most)) <= 1:

@@ -297,7 +297,7 @@ class Pipeline:
                 parts.begin = time.perf_counter()
             partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
             started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
-            flag = STOP * stop + (0 if changes.elastic is None else changes.elastic.call())
+            flag = STOP * stop + (0 if changes.elastic is None else changes.elastic.step_flag())
             with engine.attempt(step if engine.pending.validates else None):
                 changes.cases.take_samples(samples, self.mesh.microbatches)
                 batch = self._cut(inputs, targets)
@@ -363,7 +363,7 @@ class Pipeline:
         )
         parts.tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
         if elastic is not None:
-            elastic.hear(record.flags)
+            elastic.take_flags(record.flags)
         # Last, so that the ranks agree on the step whatever a case raises.
         changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
         return result

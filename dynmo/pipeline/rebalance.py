@@ -106,7 +106,7 @@ class Rebalancer:
         # Seconds of the last change of ranks.
         self._pause = _FIRST_PAUSE
         self._costs = tuple[LayerCost, ...]()  # those of the last decision
-        self._told = False  # that the memory allows no decision
+        self._told_refusal = False  # that the memory allows no decision
         self.overhead = Overhead()
         # The decisions before the step, with what they rested on.
         self.records: list[DecisionRecord] = []
@@ -178,7 +178,7 @@ class Rebalancer:
         stays = rules.kind == "placement"  # as many replicas, with the measured shares
         whole = tuple if stays else partial(whole_costs, options, engine)
         readings = Readings(
-            halves=tuple(map(whole, engine.halves(costs))),
+            halves=tuple(map(whole, engine.costs_of_halves(costs))),
             doubt=doubt,
             preempted=preempted,
             fixed_seconds=fixed,
@@ -233,19 +233,19 @@ class Rebalancer:
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
         engine, start = self._engine, time.perf_counter()
         before, result = engine.store.layout.shape, self._gain.close(step)
-        told: list[Event] = [] if result is None else [result]
+        events: list[Event] = [] if result is None else [result]
         try:
             migration = self._actions.reshape(pipeline=pipeline, data=data, partition=partition)
         except NoRoomError:
             if not self._options.elastic.reshape:
                 raise
             # With "recompute" = "auto" the largest possible bytes count. All ranks fail alike.
-            return told
+            return events
         self.on_workload_change(step)
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
         shape, moved = (pipeline, data), migration.moved_bytes
-        return [*told, ReshapeEvent(step, before, shape, partition.counts, moved, seconds)]
+        return [*events, ReshapeEvent(step, before, shape, partition.counts, moved, seconds)]
 
     def use(self, options: PipelineOptions) -> None:
         self._options = options
@@ -281,20 +281,20 @@ class Rebalancer:
         speeds, overhead = self._engine.speeds, self.overhead
         before, spent = speeds.current, (overhead.measure, overhead.decide)
         decision = self.decide(step, rules_of(self._options, self._engine, "placement"))
-        told: list[Event] = []
+        events: list[Event] = []
         if speeds.current != before:
             known = speeds.current or (1.0,) * self._engine.store.layout.ranks
-            told.append(SpeedsEvent(step, known))
-        if decision.refusal is not None and not self._told:
-            self._told = True
+            events.append(SpeedsEvent(step, known))
+        if decision.refusal is not None and not self._told_refusal:
+            self._told_refusal = True
             why = f"layers stay where they are: {decision.refusal}"
-            told.append(ChangeEvent(step, "balance", (), why))
+            events.append(ChangeEvent(step, "balance", (), why))
         if decision.verdict.pays:
             measuring, deciding = overhead.measure - spent[0], overhead.decide - spent[1]
-            told += self._move(step, decision, measuring, deciding)
+            events += self._move(step, decision, measuring, deciding)
         elif decision.remade is not None:
-            told += self._replan(step, decision.remade)
-        return told
+            events += self._replan(step, decision.remade)
+        return events
 
     def _move(
         self, step: int, decision: Decision, measuring: float, deciding: float

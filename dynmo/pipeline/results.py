@@ -93,8 +93,8 @@ class MetricSums:
 
     def over(self, world: World, *, shares: bool) -> dict[str, float]:
         """Returns the sums over all replicas, or of the first one unless `shares`."""
-        own = {name: [value.item() for value in each] for name, each in self._values.items()}
-        texts = share_texts(world, json.dumps(own), "the metrics")
+        own_values = {name: [value.item() for value in each] for name, each in self._values.items()}
+        texts = share_texts(world, json.dumps(own_values), "the metrics")
         found = [cast("dict[str, list[float]]", json.loads(text)) for text in texts]
         first = [each for rank, each in enumerate(found) if not rank % world.replicas]
         counted = found if shares else first

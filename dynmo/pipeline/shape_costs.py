@@ -349,11 +349,11 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
     """
-    wanted = options.recompute
-    if isinstance(wanted, tuple):
-        return wanted
-    if wanted != "auto" or limit is None:
-        return range(model.layers) if wanted == "all" else ()
+    recompute = options.recompute
+    if isinstance(recompute, tuple):
+        return recompute
+    if recompute != "auto" or limit is None:
+        return range(model.layers) if recompute == "all" else ()
 
     @cache
     def costs_for(replicas: int) -> tuple[LayerCost, ...]:

@@ -66,8 +66,8 @@ class Tracer:
             world.barrier("the trace's time zero")
             marks.append(clock.mark())
         clock.settle()
-        own = [clock.elapsed(marks[0], mark) for mark in marks]
-        table = world.gather(torch.tensor(own, dtype=torch.float64), "the trace's time zero")
+        seconds = [clock.elapsed(marks[0], mark) for mark in marks]
+        table = world.gather(torch.tensor(seconds, dtype=torch.float64), "the trace's time zero")
         return marks[0], float((table[0] - table[world.rank]).median())
 
     def renew(self) -> None:
@@ -119,13 +119,13 @@ class Tracer:
         """Collects all rows on rank 0, which writes the file. Every rank calls it."""
         self._kept.extend(self._recent)
         rows = [row for step in self._kept for row in step]
-        own, world = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6), self._world
-        counts = world.gather(torch.tensor(len(own)), "the traces of every rank").tolist()
+        own_table, world = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6), self._world
+        counts = world.gather(torch.tensor(len(own_table)), "the traces of every rank").tolist()
         if world.rank:
-            if len(own):
-                world.wait(world.send(own, 0, TAG_TRACE), 0, "room to send its trace")
+            if len(own_table):
+                world.wait(world.send(own_table, 0, TAG_TRACE), 0, "room to send its trace")
             return
-        tables = [own]
+        tables = [own_table]
         for rank in range(1, world.size):
             check_announced(counts[rank] * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
             table = torch.zeros(counts[rank], 6, dtype=torch.float64)

@@ -51,11 +51,11 @@ class WholeModel:
         receives = everywhere or everyone.rank == 0
         keys, tensors = list[str](), dict[str, Tensor]()
         for index in range(self._layer_store.model.layers):
-            own = self._own_state(index, exact=True)
-            for key, like in self._announce(index, own).items():
+            state = self._own_state(index, exact=True)
+            for key, like in self._announce(index, state).items():
                 keys.append(key)
                 if key not in self._tied:
-                    tensor = self._broadcast(key, like, None if own is None else own[key])
+                    tensor = self._broadcast(key, like, None if state is None else state[key])
                     if receives:
                         tensors[key] = tensor
         return {key: tensors[self._tied.get(key, key)] for key in keys} if receives else {}
@@ -88,18 +88,18 @@ class WholeModel:
             return None
         masters = layer_store.masters(index) if exact else {}
         with layer_store.whole(index) as module:
-            own = {
+            state = {
                 self._name(index, key): tensor
                 for key, tensor in exact_state(module, masters).items()
             }
-        return own if layer_store.world.replica == 0 else None
+        return state if layer_store.world.replica == 0 else None
 
-    def _announce(self, index: int, own: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def _announce(self, index: int, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Tells all ranks the shapes and dtypes of a layer's state. Returns them on "meta"."""
         everyone, what = self._layer_store.world.everyone, f"what layer {index} has"
         text = b""
-        if own is not None:
-            tensors = {(_SECTION, key): tensor for key, tensor in own.items()}
+        if state is not None:
+            tensors = {(_SECTION, key): tensor for key, tensor in state.items()}
             text = describe(index, nn.Module(), tensors).model_dump_json().encode()
         length = int(everyone.sum(torch.tensor([len(text)]), what))
         table = torch.zeros(length, dtype=torch.uint8)
@@ -149,19 +149,19 @@ class WholeModel:
             return CheckpointError(
                 f"the state is {what} on rank 0; give rank 0 the dict that state_dict returned"
             )
-        wanted = {key: like for layer in announced for key, like in layer.items()}
+        expected = {key: like for layer in announced for key, like in layer.items()}
         given = cast("Mapping[str, object]", state)
-        missing = next((key for key in wanted if key not in given), None)
+        missing = next((key for key in expected if key not in given), None)
         if missing is not None:
             return CheckpointError(
                 f"the state lacks {missing!r}; give the state of this model's layers"
             )
-        unknown = next((key for key in given if key not in wanted), None)
+        unknown = next((key for key in given if key not in expected), None)
         if unknown is not None:
             return CheckpointError(
                 f"the state has {unknown!r}, which this model has not; leave it out"
             )
-        for key, like in wanted.items():
+        for key, like in expected.items():
             value = given[key]
             if not isinstance(value, Tensor):
                 return CheckpointError(

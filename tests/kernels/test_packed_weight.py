@@ -15,10 +15,10 @@ from dynmo.errors import RunError
 from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import (
     PackedWeight,
-    conform,
     dense_parameters,
     forms_of,
     guarded,
+    take_forms,
     unknown_form,
 )
 
@@ -116,21 +116,21 @@ def test_a_parameter_that_cannot_be_packed_leaves_the_others_as_they_were() -> N
     assert all(linear._parameters[name] is value for name, value in before.items())
 
 
-def test_conform_knows_forms_by_their_buffers() -> None:
+def test_take_forms_knows_forms_by_their_buffers() -> None:
     class Own(nn.Linear):
         pass
 
     source = nn.Sequential(halved()[0], Own(3, 4))
     target = nn.Sequential(nn.Linear(3, 4), Own(3, 4))
     buffers = {name: torch.tensor([0, 2]) for name in ("0.rows", "1.rows")}
-    conform(target, buffers)
+    take_forms(target, buffers)
     assert [type(x) for x in target] == [Halved, Own], "a class that is not the plain one"
     assert target[0].weight.shape == source[0].weight.shape
     with pytest.raises(ValueError, match=r"^0\.weight has 5 rows"):
-        conform(nn.Sequential(nn.Linear(3, 4)), {"0.rows": torch.zeros(5)})
+        take_forms(nn.Sequential(nn.Linear(3, 4)), {"0.rows": torch.zeros(5)})
 
 
-def test_conform_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_forms_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """A form whose buffers are some of those of another, and is made later, is not that other."""
     monkeypatch.setattr(packed_weight, "_FORMS", [*packed_weight._FORMS])
 
@@ -138,9 +138,9 @@ def test_conform_wants_all_buffers_of_a_form(monkeypatch: pytest.MonkeyPatch) ->
         form = ("col",)
 
     linear = nn.Linear(3, 2)
-    conform(linear, {"crow": torch.tensor([0, 1, 2]), "col": torch.tensor([2, 0])})
+    take_forms(linear, {"crow": torch.tensor([0, 1, 2]), "col": torch.tensor([2, 0])})
     assert type(linear) is SparseLinear
-    conform(linear, {"crow": torch.tensor([0, 1, 1]), "col": torch.tensor([2])})
+    take_forms(linear, {"crow": torch.tensor([0, 1, 1]), "col": torch.tensor([2])})
     assert linear.weight.shape == (1, 1)
     assert type(linear) is not Columns
 
@@ -161,11 +161,11 @@ def test_a_name_tells_forms_with_the_same_buffers_apart(monkeypatch: pytest.Monk
         forms = forms_of(kind.take_form(nn.Linear(3, 4), buffers))
         assert forms == {"": f"{__name__}:{kind.__qualname__}"}
         for linear in (nn.Linear(3, 4), Odd.take_form(nn.Linear(3, 4), buffers)):
-            conform(linear, buffers, forms)
+            take_forms(linear, buffers, forms)
             assert (type(linear), linear.weight.shape) == (kind, (2, columns))
-            conform(linear, buffers)
+            take_forms(linear, buffers)
             assert type(linear) is kind, "without a name it stays as it is"
-    conform(linear := nn.Linear(3, 4), buffers)
+    take_forms(linear := nn.Linear(3, 4), buffers)
     assert type(linear) is Odd, "the last one"
 
 
@@ -205,11 +205,11 @@ def test_forms_of_cases_that_do_not_run_are_known() -> None:
     code = """
 import sys, torch
 from torch import nn
-from dynmo.kernels.packed_weight import conform
+from dynmo.kernels.packed_weight import take_forms
 module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-conform(module, dict(module.named_buffers()))
+take_forms(module, dict(module.named_buffers()))
 assert "dynmo.cases" not in sys.modules
-conform(module, {"0.crow": torch.tensor([0, 1, 2]), "0.col": torch.tensor([2, 0])})
+take_forms(module, {"0.crow": torch.tensor([0, 1, 2]), "0.col": torch.tensor([2, 0])})
 print(type(module[0]).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

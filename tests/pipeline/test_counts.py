@@ -48,7 +48,7 @@ def test_layer_without_tokens_adds_no_count() -> None:
     half(torch.randn(1, 7, 8))
     assert case.collect(1, layers) is None
     half(torch.randn(1, 5, 8))
-    expected = case._recorded._own[0]
+    expected = case._recorded._sums[0]
     assert isinstance(expected, torch.Tensor)
     assert (expected.dtype, int(expected.sum())) == (torch.int64, 7)
     shares = case.collect(2, layers)

@@ -76,10 +76,10 @@ def _native_stderr_to(log: Path) -> None:
     with log.open("ab") as file:
         terminal = os.dup(2)
         os.dup2(file.fileno(), 2)
-    own = open(  # noqa: SIM115
+    stderr = open(  # noqa: SIM115
         terminal, "w", buffering=1, errors="backslashreplace", closefd=False
     )
-    sys.stderr = own
+    sys.stderr = stderr
 
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:

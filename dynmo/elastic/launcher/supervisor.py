@@ -246,7 +246,7 @@ class Supervisor:
         names = {path.name for path in self.folder.iterdir()}
         with contextlib.suppress(*LOST):
             for message in self._from_ranks.receive():
-                self._hear(**message)
+                self._act_on(**message)
         self._show_output()
         for process in self._processes:
             seconds = time.monotonic() - process.started
@@ -275,7 +275,7 @@ class Supervisor:
             self._shown[number] += len(lines)
             sys.stderr.write(lines.decode(errors="replace"))
 
-    def _hear(
+    def _act_on(
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0
     ) -> None:
         """Acts on a message of rank 0 (`LauncherManager`)."""

@@ -73,8 +73,8 @@ class CommandManager(ThreadedManager):
         self.submit("started", count, lambda: self._run(_START, DYNMO_COUNT=str(count)))
 
     def give_back(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> None:
-        told = {"DYNMO_LEFT": _as_json(left), "DYNMO_STAY": _as_json(stay)}
-        self.submit("released", len(left), lambda: self._run(_GIVE_BACK, **told))
+        variables = {"DYNMO_LEFT": _as_json(left), "DYNMO_STAY": _as_json(stay)}
+        self.submit("released", len(left), lambda: self._run(_GIVE_BACK, **variables))
 
     def _run(self, key: str, **variables: str) -> str:
         command = self._commands[key]

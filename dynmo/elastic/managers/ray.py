@@ -71,8 +71,8 @@ class RayProcess:
         # `signal` must come through while `run` waits.
         options |= {"max_concurrency": 2, "scheduling_strategy": strategy}
         self._actor = ray.remote(RankActor).options(**options).remote()
-        own = {"out": sys.stdout.buffer, "err": sys.stderr.buffer} if rank.log is None else {}
-        outputs = {rank.entered.with_name(f"output-0.{at}"): file for at, file in own.items()}
+        streams = {"out": sys.stdout.buffer, "err": sys.stderr.buffer} if rank.log is None else {}
+        outputs = {rank.entered.with_name(f"output-0.{at}"): file for at, file in streams.items()}
         files = [str(path.absolute()) for path in outputs or [rank.log] * 2 if path is not None]
         self._status = self._actor.run.remote(
             list(rank.command), dict(rank.environment), str(Path.cwd()), *files

@@ -63,10 +63,10 @@ class SlurmProcess(subprocess.Popen[bytes]):
         terminal, log = contextlib.nullcontext(sys.stderr.buffer), self._rank.log
         with terminal if log is None else log.open("ab") as out, self.stderr as pipe:
             while chunk := os.read(pipe.fileno(), 65536):
-                out.write(_OWN.sub(self._hear, chunk))
+                out.write(_OWN.sub(self._take_line, chunk))
                 out.flush()
 
-    def _hear(self, line: re.Match[bytes]) -> bytes:
+    def _take_line(self, line: re.Match[bytes]) -> bytes:
         level, message = line[1], line[2].decode(errors="replace").strip()
         if self._rank.process == 0 and "queued and waiting" in message:
             print(f"dynmo: rank 0: {message}", file=sys.stderr)
@@ -155,27 +155,27 @@ class SlurmStarter:
 
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         ended = [process.node for process in processes if isinstance(process, SlurmProcess)]
-        kept = {os.environ.get("SLURMD_NODENAME"): "while the launcher runs there"}
+        why = {os.environ.get("SLURMD_NODENAME"): "while the launcher runs there"}
         running = [process.node for process in self._started if process.poll() is None]
-        kept |= dict.fromkeys(running, "until its last rank leaves")
+        why |= dict.fromkeys(running, "until its last rank leaves")
         nodes, jobs = sorted({node for node in ended if node is not None}), ended.count(None)
-        told = [f"{node} cannot be given back {kept[node]}" for node in nodes if node in kept]
-        free = [node for node in nodes if node not in kept]
+        lines = [f"{node} cannot be given back {why[node]}" for node in nodes if node in why]
+        free = [node for node in nodes if node not in why]
         if not free and not jobs:
-            raise RunError("; ".join(told))
+            raise RunError("; ".join(lines))
         if free:
             stay = [node for node in self._nodes if node not in free]
             # scontrol writes a script that corrects the environment of a shell into its folder.
             change = (f"JobId={self._job}", f"NodeList={','.join(stay)}")
             _run("scontrol", "update", *change, folder=self._folder)
             self._nodes = stay
-            told.insert(0, f"job {self._job} gave back {', '.join(free)}")
-        return "; ".join([*[f"{jobs} job{'s' * (jobs > 1)} ended"] * (jobs > 0), *told])
+            lines.insert(0, f"job {self._job} gave back {', '.join(free)}")
+        return "; ".join([*[f"{jobs} job{'s' * (jobs > 1)} ended"] * (jobs > 0), *lines])
 
 
 def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment without the current allocation, for a job of its own."""
     devices = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
     inside = devices if "SLURM_JOB_ID" in environ else ()
-    own = ("SLURM_", "SLURMD_", *inside)
-    return {k: v for k, v in environ.items() if k == "SLURM_CONF" or not k.startswith(own)}
+    prefixes = ("SLURM_", "SLURMD_", *inside)
+    return {k: v for k, v in environ.items() if k == "SLURM_CONF" or not k.startswith(prefixes)}

@@ -65,8 +65,8 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
     """
     everyone = world.everyone
     digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
-    own = torch.tensor([len(parts), _short_digest("\0".join(parts))])
-    whole = everyone.gather(own, what)
+    row = torch.tensor([len(parts), _short_digest("\0".join(parts))])
+    whole = everyone.gather(row, what)
     if bool((whole == whole[0]).all()):
         return None
     shared = int(whole[:, 0].min())
@@ -94,9 +94,9 @@ def share_failures(world: World, error: BaseException | None, what: str) -> dict
 
 def share_texts(world: World, text: str, what: str) -> list[str]:
     """Returns the text of each rank, on every rank."""
-    own, everyone = text.encode(), world.everyone
-    sizes = everyone.gather(torch.tensor(len(own)), what).tolist()
-    padded = bytearray(own.ljust(max(sizes) or 1, b"\0"))
+    data, everyone = text.encode(), world.everyone
+    sizes = everyone.gather(torch.tensor(len(data)), what).tolist()
+    padded = bytearray(data.ljust(max(sizes) or 1, b"\0"))
     table = everyone.gather(torch.frombuffer(padded, dtype=torch.uint8), what)
     return [row.numpy().tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]
 

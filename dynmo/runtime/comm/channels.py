@@ -46,16 +46,19 @@ class Transport:
     """
 
     def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
-        own = programs[world.rank]
+        program = programs[world.rank]
         world.open_channels(
             sorted({(tag_of(c), c.source, c.target) for p in programs for c in p.depth})
         )
-        self._world, self._messages, self.ragged = world, own.microbatches, False
-        self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
+        self._world, self._messages, self.ragged = world, program.microbatches, False
+        self._poster = Worker("poster", bool(program.incoming) and not world.enqueues)
         self._inboxes = {
-            c: Inbox(world, c, c in own.varying, own.depth[c], self._poster) for c in own.incoming
+            c: Inbox(world, c, c in program.varying, program.depth[c], self._poster)
+            for c in program.incoming
         }
-        self._outboxes = {c: Outbox(world, c, c in own.varying, own.depth[c]) for c in own.outgoing}
+        self._outboxes = {
+            c: Outbox(world, c, c in program.varying, program.depth[c]) for c in program.outgoing
+        }
         # The threads end with the transport, even if nobody closes it.
         workers = [
             self._poster,

@@ -71,7 +71,7 @@ class Meeting(World):
     home: SignedStore | None = None
     is_outside: bool = False
     is_of_loop: bool = False
-    # The views, and their groups by whether a group is apart, and its global ranks. A shape that
+    # The views, and their groups by whether a view has its own, and its global ranks. A shape that
     # comes back needs no new groups.
     views: list[World] = field(default_factory=list[World])
     process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
@@ -140,7 +140,7 @@ class Meeting(World):
             RankDied: A rank came and is gone again.
         """
         self._end_groups(failed=False)
-        self._peers, self.is_outside, self.told = None, False, None
+        self._peers, self.is_outside, self.peer_error = None, False, None
         self.shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store = (self.home or self.store).within(f"again/{generation}")
         self.waits, hook = DeviceWaits(), sys.excepthook
@@ -229,24 +229,26 @@ class Meeting(World):
         world._meet(timeout)
         return world
 
-    def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
+    def view(
+        self, subgroups: Sequence[tuple[int, ...]], what: str, own_group: bool = False
+    ) -> World:
         """Divides all ranks into worlds of their own. All call it.
 
         Args:
             subgroups: Global ranks of each world. Every rank is in one.
             what: Name of what the ranks wait for here, for messages.
-            apart: Whether its collectives may run beside those of another view of the same ranks.
-                They then have a process group of their own.
+            own_group: Whether its collectives may run beside those of another view of the same
+                ranks. They then have a process group of their own.
         """
         self._check_groups()
-        most = self.size + apart
+        limit = self.size + own_group
         subgroup, ranks = next(
             (number, ranks) for number, ranks in enumerate(subgroups) if self.rank in ranks
         )
         groups = self.process_groups
-        keys = [(int(apart), *members) for members in subgroups if 1 < len(members) < most]
+        keys = [(int(own_group), *members) for members in subgroups if 1 < len(members) < limit]
         groups |= self._make_groups([key for key in keys if key not in groups], what)
-        self._lift_limit(groups.get((int(apart), *ranks)))
+        self._lift_limit(groups.get((int(own_group), *ranks)))
         world = World(
             ranks.index(self.rank),
             len(ranks),
@@ -259,7 +261,7 @@ class Meeting(World):
             self.channels,
             tuple(subgroups),
             subgroup,
-            groups.get((int(apart), *ranks), self.process_group),
+            groups.get((int(own_group), *ranks), self.process_group),
             self,
         )
         self.views.append(world)
@@ -307,7 +309,7 @@ class Meeting(World):
             # Communicators end in order once their work is done. After a failure that would be
             # never, and the failure could not be told.
             abort_communicators()
-        own = [self.group, *self.process_groups.values(), *self.channel_groups.values()]
+        groups = [self.group, *self.process_groups.values(), *self.channel_groups.values()]
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (self, *self.views):
             world.group = world.process_group = None
@@ -315,9 +317,9 @@ class Meeting(World):
         self.process_groups.clear()
         self.channel_groups.clear()
         if not self.torch_ranks:
-            own.clear()
+            groups.clear()
             leave_default_group()
-        for group in own:
+        for group in groups:
             drop_group(group)
 
     def take_threads(self, threads: int) -> int:
@@ -359,12 +361,12 @@ class Meeting(World):
         me, text = f"{self.describe_rank(self.rank)}: ", first_line(error)
         if not isinstance(error, DynmoError):
             text = f"{type(error).__name__}: {text}{place(error)}{notes(error)}"
-        text = self.told or me + text.removeprefix(me)
+        text = self.peer_error or me + text.removeprefix(me)
         is_final = is_final or isinstance(error, WaitTimeout | RankDied)
         kind = "final" if is_final else "input" if isinstance(error, InputError) else ""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            told = json.dumps({"kind": kind, "text": text})
-            call_with_limit(1.0, lambda: self.store.set(f"gave up/{self.rank}", told))
+            content = json.dumps({"kind": kind, "text": text})
+            call_with_limit(1.0, lambda: self.store.set(f"gave up/{self.rank}", content))
         self._end_groups(failed=True)
         if not is_final:
             try:

@@ -273,9 +273,9 @@ def prove(group: Any, rank: int, size: int, store: SignedStore, timeout: float) 
     peers = [peer for peer in range(size) if peer != rank]
     end = time.monotonic() + min(timeout, PATIENCE)
 
-    def swap(own: dict[int, bytes], tag: int) -> dict[int, bytes]:
+    def swap(sent: dict[int, bytes], tag: int) -> dict[int, bytes]:
         heard = {peer: torch.empty(_SIZE, dtype=torch.uint8) for peer in peers}
-        said = {peer: torch.frombuffer(bytearray(own[peer]), dtype=torch.uint8) for peer in peers}
+        said = {peer: torch.frombuffer(bytearray(sent[peer]), dtype=torch.uint8) for peer in peers}
         works, at = list[tuple[int, Any]](), rank
         try:
             for at in peers:

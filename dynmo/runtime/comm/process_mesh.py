@@ -91,7 +91,7 @@ class Sharers:
             tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)
         ]
         self.world = meeting_of(world).view(
-            groups, "the replicas that share groups of weights", apart=True
+            groups, "the replicas that share groups of weights", own_group=True
         )
         self._pipeline = world
         self.place, self.ranks = self.world.rank, ranks

@@ -44,12 +44,12 @@ class SignedStore(dist.Store):
 
     def within(self, prefix: str) -> SignedStore:
         """Returns the part of the store under a prefix."""
-        return self._kept(self._store, f"{self._prefix}{prefix}/")
+        return self._new_child(self._store, f"{self._prefix}{prefix}/")
 
     def clone(self) -> SignedStore:
-        return self._kept(self._store.clone(), self._prefix)
+        return self._new_child(self._store.clone(), self._prefix)
 
-    def _kept(self, store: dist.Store, prefix: str) -> SignedStore:
+    def _new_child(self, store: dist.Store, prefix: str) -> SignedStore:
         child = SignedStore(store, self.token, prefix)
         self._children.append(child)
         return child

@@ -339,13 +339,13 @@ def _native_stderr_dropped() -> Iterator[None]:
     if os.environ.get("DYNMO_TRACEBACK") == "1":
         yield
         return
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(null)
 
 

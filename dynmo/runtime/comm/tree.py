@@ -75,9 +75,9 @@ class Tree:
             both = (table[first : first + rows] for first in (start, start + self._inner))
             return [part for part in both if len(part)]
 
-        own = table[self._place]
+        row = table[self._place]
         if self._is_guest:
-            self._swap(self._partner, [own], [])
+            self._swap(self._partner, [row], [])
             self._swap(self._partner, [], [table])
             return
         if self._has_guest:

@@ -85,7 +85,7 @@ class World:
     # Limit of waits after the set-up. None: the set-up is over.
     after_setup: float | None = field(default=None, repr=False, compare=False)
     # The error of a rank that gave up, as it told it.
-    told: str | None = field(default=None, repr=False, compare=False)
+    peer_error: str | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
@@ -319,12 +319,12 @@ class World:
         if self.size == 1:
             return list(parts)
         self._check_groups()
-        own = torch.cat(list(parts))
-        own = own.cpu() if self.staged else own
-        out = own.new_empty(sum(sizes))
+        sent = torch.cat(list(parts))
+        sent = sent.cpu() if self.staged else sent
+        out = sent.new_empty(sum(sizes))
         try:
             dist.all_to_all_single(
-                out, own, list(sizes), [part.numel() for part in parts], group=self.process_group
+                out, sent, list(sizes), [part.numel() for part in parts], group=self.process_group
             )
         except RuntimeError as error:
             self.fail(error, None, what)
@@ -347,7 +347,7 @@ class World:
         if interrupted:
             who = self.name_ranks(interrupted)
             raise RankDied(f"{me} ends, because {who} was interrupted") from error
-        self._raise_told(others, error)
+        self._raise_peer_error(others, error)
         whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
@@ -361,14 +361,14 @@ class World:
                 "from a checkpoint"
             )
 
-    def _raise_told(self, others: Sequence[int], error: RuntimeError | None) -> None:
+    def _raise_peer_error(self, others: Sequence[int], error: RuntimeError | None) -> None:
         """Raises the error of a rank that has given up, if there is one among others."""
         keys = [f"gave up/{self.global_rank(rank)}" for rank in others]
         for at in find_present(self.store, keys):
-            told = json.loads(self.store.get(keys[at]))
-            self.everyone.told = told["text"]
+            given_up = json.loads(self.store.get(keys[at]))
+            self.everyone.peer_error = given_up["text"]
             kinds = {"input": InputError, "final": RankDied}
-            raise kinds.get(told["kind"], PeerFailed)(told["text"]) from error
+            raise kinds.get(given_up["kind"], PeerFailed)(given_up["text"]) from error
 
     def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""

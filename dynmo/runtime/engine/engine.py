@@ -284,8 +284,8 @@ class Engine:
         with self.attempt():
             check_batch(store, batch, microbatches, outputs is None)
             hashes = hashes_to_compare(self.store.world, batch)
-            own = self.programs.evaluate(batch, microbatches, outputs, observe)
-            losses, rows = self._shared(own, hashes, shares)
+            own_losses = self.programs.evaluate(batch, microbatches, outputs, observe)
+            losses, rows = self._shared(own_losses, hashes, shares)
         difference = find_difference("the evaluation", rows, self.store.world.replicas)
         if difference is not None:
             raise difference
@@ -295,15 +295,15 @@ class Engine:
             )
         return joined(losses[0].reshape(-1), losses[1].reshape(-1).tolist(), self.model.sums)
 
-    def _shared(self, own: Tensor, hashes: Hashes, shares: bool) -> tuple[Tensor, list[Any]]:
+    def _shared(self, own_losses: Tensor, hashes: Hashes, shares: bool) -> tuple[Tensor, list[Any]]:
         """Returns losses and counts of all replicas, and hashes of all ranks."""
         world, ranks = self.store.world, self.store.world.everyone.size
-        replicas, microbatches = world.replicas if shares else 1, own.shape[1]
+        replicas, microbatches = world.replicas if shares else 1, own_losses.shape[1]
         table = torch.zeros(2 * replicas * microbatches + len(hashes) * ranks, dtype=torch.float64)
         losses = table[: 2 * replicas * microbatches].view(2, replicas, microbatches)
         rows = table[losses.numel() :].view(-1, ranks)
         if shares or not world.replica:
-            losses[:, world.replica] = own
+            losses[:, world.replica] = own_losses
         for row, value in zip(rows, hashes, strict=True):
             if value is not None:
                 row[world.everyone.rank] = value
@@ -328,7 +328,7 @@ class Engine:
         )
         return self.speeds.normalized(costs)
 
-    def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
+    def costs_of_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """Returns `costs` from the earlier and from the later readings alone.
 
         Empty if some time has one reading only.

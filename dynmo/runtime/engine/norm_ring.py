@@ -80,11 +80,11 @@ class NormRing:
             table = torch.zeros(shape, dtype=torch.float64)
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
-    def prefix(self, own: Tensor) -> Tensor:
+    def prefix(self, row: Tensor) -> Tensor:
         return (
-            own
+            row
             if self._prefix_from is None
-            else own + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
+            else row + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
         )
 
     def pass_on(self, prefix: Tensor) -> None:

@@ -47,8 +47,8 @@ class OptimizerStep:
     ) -> tuple[StepRecord, str | None, DynmoError | None]:
         """Has the ranks agree on a step. Returns the obstacle to it and the error, too."""
         self.prepare()
-        own = self.table.own(step_output, settings.flag)
-        table = self.table.shared(own, "the step to end on every rank")
+        entries = self.table.entries(step_output, settings.flag)
+        table = self.table.shared(entries, "the step to end on every rank")
         result = self.table.read(settings.step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, settings.max_norm)
         error = self.table.wrong_batch(settings.step, table)
@@ -120,14 +120,14 @@ class OptimizerStep:
     def trained(self) -> dict[int, LayerOptimizer]:
         """The layers that train, in one order on all peers, wherever they came from."""
         frozen = self._store.frozen.layers
-        return {i: own for i, own in sorted(self._store.optimizers.items()) if i not in frozen}
+        return {i: each for i, each in sorted(self._store.optimizers.items()) if i not in frozen}
 
     def apply(self, squared_norms: Sequence[float], rates: Rates, max_norm: float) -> None:
         norm = math.sqrt(math.fsum(squared_norms))
-        own = self.clip_scope == "local"
+        local = self.clip_scope == "local"
         self._store.update.step(
             {
-                optimizer: clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
+                optimizer: clip_factor(math.sqrt(squared_norms[index]) if local else norm, max_norm)
                 for index, optimizer in self.trained.items()
             },
             rates,
@@ -227,11 +227,11 @@ def _is_finite(tensors: Iterable[Tensor | None]) -> bool:
 def _first(store: LayerStore, found: Iterable[_Place]) -> _Place | None:
     everyone = store.world.everyone
     table = torch.zeros(everyone.size, 5, dtype=torch.int64)
-    own = min(found, default=None)
-    if own is not None:
-        table[everyone.rank] = torch.tensor((1, *own))
+    first = min(found, default=None)
+    if first is not None:
+        table[everyone.rank] = torch.tensor((1, *first))
     everyone.sum(table, "the place of a value that is not finite")
-    places = [tuple(row) for there, *row in table.tolist() if there]
+    places = [tuple(row) for is_found, *row in table.tolist() if is_found]
     return min(places, default=None)
 
 

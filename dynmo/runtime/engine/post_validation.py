@@ -98,7 +98,7 @@ class PostValidation:
     @property
     def validates(self) -> bool:
         """Whether the next step has no barrier. A weight tied over two ranks needs one."""
-        return self._policy is not None and self._policy.on and not self._store.tied.apart
+        return self._policy is not None and self._policy.on and not self._store.tied.spans_ranks
 
     @property
     def copies(self) -> bool:
@@ -131,8 +131,8 @@ class PostValidation:
             step_output.undo()
             return
         self._end.prepare()
-        own = self._end.table.own(step_output, settings.flag)
-        prefix = self.ring.prefix(own)
+        entries = self._end.table.entries(step_output, settings.flag)
+        prefix = self.ring.prefix(entries)
         scale = self._end.scaler.scale
         known = self._end.table.read(settings.step, prefix[None], step_output, scale)
         # The norms alone decide: they are the same on all replicas, which must do alike. The
@@ -151,7 +151,7 @@ class PostValidation:
         self.ring.pass_on(self._end.table.complete(prefix) if self.ring.completes else prefix)
         self._pending, pending.ended = pending, True
         self._ended += 1
-        self._parts.append(own)
+        self._parts.append(entries)
         self._end.observe()
 
     @property
@@ -261,8 +261,8 @@ class PostValidation:
             self._parts.pop()
             self._failure = _Failure(undone.settings.step, error)
         if any_open:
-            own = self._parts[-1].clone()
-            table = self._end.table.shared(own, "the verdict on the last step")
+            entries = self._parts[-1].clone()
+            table = self._end.table.shared(entries, "the verdict on the last step")
             if open_:
                 self._judge(table)
         self._end.drop_all_gradients()

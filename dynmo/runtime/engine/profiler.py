@@ -153,7 +153,7 @@ class Profiler:
                 share = sum(x.w for x in known) / (sum(x.b + x.w for x in known) or 1.0)
                 b, w = (1 - share) * (b or bw), share * (b or bw)
             scale_to(readings, Times(f, b, w))
-            noise = _noise(each for (own, _), each in ops.items() if own == stage)
+            noise = _noise(each for (at, _), each in ops.items() if at == stage)
             if self._stages.setdefault(stage, _StageTimes()).differs(f + b + w, noise):
                 self._time_layers()
                 break
@@ -227,7 +227,7 @@ class Profiler:
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
 
     def gather_halves(
-        self, world: World, own: Iterable[int], costs: Sequence[LayerCost]
+        self, world: World, layers: Iterable[int], costs: Sequence[LayerCost]
     ) -> tuple[tuple[LayerCost, ...], ...]:
         """Returns the costs from half of the readings alone, the same on every rank.
 
@@ -235,7 +235,7 @@ class Profiler:
         """
         unknown = Times(math.inf, math.inf, math.inf)
         table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
-        for index in own:
+        for index in layers:
             readings = self._readings.get(index, Readings())
             table[index] = torch.tensor(
                 [readings.seconds, *(readings.halves or (unknown, unknown))], dtype=torch.float64

@@ -158,9 +158,9 @@ class Programs:
         if stage.counts is not None and store.model.sums:
             stage.counts_of_all = 1.0
         elif stage.counts is not None and shares:
-            own = torch.tensor(math.fsum(stage.counts), dtype=torch.float64)
+            counted = torch.tensor(math.fsum(stage.counts), dtype=torch.float64)
             stage.counts_of_all = math.fsum(
-                store.world.peers.gather(own, "the number of counted targets").tolist()
+                store.world.peers.gather(counted, "the number of counted targets").tolist()
             )
         return list(stage.counts or ())
 
@@ -236,13 +236,13 @@ class Programs:
         self._run_frozen = self.frozen_prefix(prefix)
         stages: dict[int, Stage] = {}
         for stage in store.own_stages:
-            own = [store.layers[i] for i in store.layout.partition.range_of(stage)]
+            layers = [store.layers[i] for i in store.layout.partition.range_of(stage)]
             weight = 1 / (microbatches * world.replicas)
-            count = sum(layer.index < frozen for layer in own)
+            count = sum(layer.index < frozen for layer in layers)
             loss = store.model.loss if stage == last else None
             pieces = store.pieces if stage == last else None
             stages[stage] = Stage(
-                own, first, loss, weight, count, self._run_frozen, world.device, pieces
+                layers, first, loss, weight, count, self._run_frozen, world.device, pieces
             )
             stages[stage].router_loss = store.model.router_loss
             stages[stage].is_double = store.is_double

@@ -86,10 +86,10 @@ class RankSpeeds:
         speeds = self.current
         if speeds is None:
             return costs
-        own = [speeds[rank] for rank in self._ranks()]
+        layer_speeds = [speeds[rank] for rank in self._ranks()]
         return tuple(
             replace(cost, f=cost.f * speed, b=cost.b * speed, w=cost.w * speed)
-            for cost, speed in zip(costs, own, strict=True)
+            for cost, speed in zip(costs, layer_speeds, strict=True)
         )
 
     def _ranks(self) -> list[int]:
@@ -101,22 +101,22 @@ class RankSpeeds:
     def _samples(self, costs: Sequence[LayerCost]) -> list[Sample]:
         world, layout, model = self._store.world, self._store.layout, self._store.model
         count = len(costs)
-        own = torch.zeros(count, 1 + _KINDS * 3, dtype=torch.float64)
-        own[sorted(self._changed), 0] = 1.0
+        own_readings = torch.zeros(count, 1 + _KINDS * 3, dtype=torch.float64)
+        own_readings[sorted(self._changed), 0] = 1.0
         for index in self._store.layers:
             readings = self._profiler.readings(index)
             if readings is not None and readings.halves is not None:
                 row = [*readings.seconds, *readings.halves[0], *readings.halves[1]]
-                own[index, 1:] = torch.tensor(row, dtype=torch.float64)
+                own_readings[index, 1:] = torch.tensor(row, dtype=torch.float64)
         what = "everyone's readings"
-        table = world.peers.gather(world.largest(own, what), what)
+        table = world.peers.gather(world.largest(own_readings, what), what)
         table[:, :, 0] = table[:, :, 0].amax(0)
         rows: list[list[list[float]]] = table.tolist()
         work = model.work or ((1.0,) * _KINDS,) * count
         kinds = self._store.identity.kinds if model.work is None else ("",) * count
         ranks, samples = self._ranks(), list[Sample]()
-        for replica, of_layers in enumerate(rows):
-            for index, (changed, *seconds) in enumerate(of_layers):
+        for replica, layer_speeds in enumerate(rows):
+            for index, (changed, *seconds) in enumerate(layer_speeds):
                 kind = index if changed else _kind(kinds[index], costs[index])
                 rank = ranks[index] * layout.replicas + replica
                 for op in range(_KINDS):

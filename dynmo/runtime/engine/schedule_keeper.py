@@ -48,7 +48,7 @@ class ScheduleKeeper:
 
     @property
     def objective(self) -> Objective:
-        has_barrier = not self._options.post_validation or self._store.tied.apart
+        has_barrier = not self._options.post_validation or self._store.tied.spans_ranks
         return Objective.MAKESPAN if has_barrier else Objective.SPAN
 
     # -- the schedule ------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class StepReduction:
             rest.permute(1, 2, 0).flatten(1),
         )
 
-    def own(self, step_output: StepOutput, flag: int) -> Tensor:
+    def entries(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries of its replica's row. Its gradients must be complete."""
         store, clock = self._store, self._clock
         layout, layers, end = store.layout, store.model.layers, self._losses_end
@@ -172,9 +172,9 @@ class StepReduction:
         hashes = rest[_HASHES].tolist()
         return find_difference(f"step {step}", hashes, self._store.layout.replicas)
 
-    def shared(self, own: Tensor, what: str) -> Tensor:
+    def shared(self, entries: Tensor, what: str) -> Tensor:
         """Returns the table. All ranks call it with their entries."""
-        return self.complete(self._store.world.sum(own, what))
+        return self.complete(self._store.world.sum(entries, what))
 
     def complete(self, row: Tensor) -> Tensor:
         """Returns the table from this replica's row, which its ranks have completed."""

@@ -253,8 +253,8 @@ class Layer:
         inputs = tuple([x for x, _ in pairs])
         leaves = tuple([leaf for _, leaf in pairs if leaf.requires_grad])
         seed = partial(self.seed_forward, inputs[0].device, step, microbatch)
-        if measured is not None or self._call.keeps(recompute):
-            outputs, buffers = self._call.kept(inputs, finish, recompute, seed)
+        if measured is not None or self._call.keeps_buffers(recompute):
+            outputs, buffers = self._call.with_buffers(inputs, finish, recompute, seed)
         else:
             self.writes.renew()
             outputs, buffers = self._call(inputs, finish, True)[0], {}
@@ -320,7 +320,7 @@ class Layer:
         measured = span.measured
         if measured is not None and not meter.is_largest(measured):
             measured = None
-        apart = not in_pieces and (
+        is_split = not in_pieces and (
             deferred
             or self.is_timed
             or measured is not None
@@ -329,7 +329,7 @@ class Layer:
         )
         for layer in span.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None
-        found = self._run_backward(span, gradients, apart)
+        found = self._run_backward(span, gradients, is_split)
         works = [layer.tape.take() for layer in span.layers]
         if measured is not None:
             held = (tensor for _, holds in works[0] for tensor in holds)
@@ -338,7 +338,7 @@ class Layer:
             layer._groups.after_input(microbatch)
             if layer.tape.taken is not None:
                 layer.warns = not has_said_what_waits(layer.index, layer.module, layer.tape.taken)
-        between = self.clock.mark() if start is not None and apart and not deferred else None
+        between = self.clock.mark() if start is not None and is_split and not deferred else None
         for layer, work in zip(reversed(span.layers), reversed(works), strict=True):
             if work:
                 layer._weight_work[microbatch] = work
@@ -357,15 +357,15 @@ class Layer:
         return gradients_in
 
     def _run_backward(
-        self, span: Span[Layer], gradients: Tensors, apart: bool
+        self, span: Span[Layer], gradients: Tensors, is_split: bool
     ) -> Sequence[Tensor | None]:
         for layer in span.layers:
-            layer.tape.taking, layer.tape.deferred = True, apart
+            layer.tape.taking, layer.tape.deferred = True, is_split
         first = not self.meter.has_measured
         try:
             with self.buffers.replaced(span.buffers):
                 before = self.buffers.copies() if first else {}
-                found = span.run(gradients, apart)
+                found = span.run(gradients, is_split)
                 if first:
                     self.writes.in_backward = bool(self.buffers.written(before))
         except (Exception, SystemExit) as error:

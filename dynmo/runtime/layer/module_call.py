@@ -128,9 +128,9 @@ class ModuleCall:
                 where = within
             outputs = self.outputs.handed_on(out)
             if originals is not None and finish is None and self._others is not None:
-                kept = [x for x, given in zip(inputs, originals, strict=True) if is_alias(given)]
-                kept += [*self._module.parameters(), *self._module.buffers()]
-                mark_aliases(as_tuple(out), outputs, kept)
+                living = [x for x, given in zip(inputs, originals, strict=True) if is_alias(given)]
+                living += [*self._module.parameters(), *self._module.buffers()]
+                mark_aliases(as_tuple(out), outputs, living)
             return outputs
         except (Exception, SystemExit) as error:
             error.add_note(where)
@@ -141,21 +141,21 @@ class ModuleCall:
         meter = self._meter
         if not meter.is_largest(inputs):
             return self(inputs, finish, True)[0]
-        with meter.kept() as kept:
+        with meter.saved_tensors() as tensors:
             outputs, given = self(inputs, finish, True)
-            saved = {storage_of(tensor) for tensor in kept}
-            meter.note_forward(inputs if recompute else kept, inputs, outputs)
+            saved = {storage_of(tensor) for tensor in tensors}
+            meter.note_forward(inputs if recompute else tensors, inputs, outputs)
         meter.frees_inputs = self.writes.to_inputs(graph=True) or any(
             x.requires_grad and storage_of(own) not in saved
             for x, own in zip(inputs, given, strict=True)
         )
         return outputs
 
-    def keeps(self, recompute: bool) -> bool:
+    def keeps_buffers(self, recompute: bool) -> bool:
         """Whether values of buffers are kept. The first B shows whether it writes to them."""
         return recompute or self.writes.in_backward or not self._meter.has_measured
 
-    def kept(
+    def with_buffers(
         self,
         inputs: Tensors,
         finish: Finish | None,
@@ -185,7 +185,7 @@ class ModuleCall:
             self._tape.products = noted
             return outputs
 
-        return writes.keep(run, again, inputs, first, self.keeps(recompute))
+        return writes.keep(run, again, inputs, first, self.keeps_buffers(recompute))
 
     def rebuilt(
         self, inputs: Tensors, finish: Finish | None, buffers: Copies, seed: Callable[[], None]
@@ -204,7 +204,7 @@ class ModuleCall:
             if gradient is not None:
                 self._tape.products.clear()  # nothing waits
                 roots = roots_of(outputs, (True,))
-                run_graph(roots, (gradient * piece.share,), (), (), apart=False)
+                run_graph(roots, (gradient * piece.share,), (), (), is_split=False)
             return outputs[0]
 
         if trains and hidden.requires_grad:
@@ -258,30 +258,30 @@ class Meter:
         return self._size is None or total_bytes(inputs) > self._size
 
     @contextmanager
-    def kept(self) -> Generator[list[Tensor]]:
+    def saved_tensors(self) -> Generator[list[Tensor]]:
         """Collects the tensors that autograd keeps in the context, but for the layer's own.
 
         The list is emptied in the end: the graph holds it.
         """
-        own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        kept = list[Tensor]()
+        owned = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        tensors = list[Tensor]()
 
         def show(tensor: Tensor) -> None:
-            if storage_of(tensor) not in own:
-                kept.append(tensor)
+            if storage_of(tensor) not in owned:
+                tensors.append(tensor)
 
         try:
             with saved_tensors_shown(show):
                 self.hooks = saved_tensors_hooks_in_force()
-                yield kept
+                yield tensors
         finally:
             self.hooks = None
-            kept.clear()
+            tensors.clear()
 
     def note_forward(
-        self, kept: Iterable[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, tensors: Iterable[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        self.activation_bytes = max(self.activation_bytes, _storage_bytes(kept, inputs))
+        self.activation_bytes = max(self.activation_bytes, _storage_bytes(tensors, inputs))
         self.output_bytes = max(self.output_bytes, total_bytes(outputs))
 
     def note_backward(

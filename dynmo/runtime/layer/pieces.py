@@ -50,7 +50,7 @@ class TokenPieces:
         loss: The loss of some tokens.
     """
 
-    most: int
+    most_tokens: int
     loss: PieceLoss
 
     def cut(
@@ -73,12 +73,12 @@ class TokenPieces:
         is_counted = aligned != IGNORED
         total = is_counted.sum().clamp(min=1)
         rows, length = hidden.shape[:2]
-        step = max(1, self.most // rows)
+        step = max(1, self.most_tokens // rows)
         for start in range(0, length, step):
             tokens = slice(start, start + step)
             share = is_counted[:, tokens].sum() / total
-            own = aligned[:, tokens].contiguous()
-            yield Piece(tokens, share, partial(self._finish, own, note))
+            piece_targets = aligned[:, tokens].contiguous()
+            yield Piece(tokens, share, partial(self._finish, piece_targets, note))
 
     def _finish(self, targets: Tensor, note: Callable[[Any], None] | None, output: Any) -> Tensor:
         if note is not None:
@@ -86,13 +86,13 @@ class TokenPieces:
         return self.loss.mean(output, targets)
 
 
-def token_pieces_of(most: int | None, model: Model) -> TokenPieces | None:
+def token_pieces_of(most_tokens: int | None, model: Model) -> TokenPieces | None:
     """Returns what cuts the microbatches of a model. None: they stay whole.
 
     Raises:
         ConfigError: The loss of some tokens is not known.
     """
-    if most is None:
+    if most_tokens is None:
         return None
     loss = model.piece_loss or piece_loss_of(model.loss)
     if loss is None:
@@ -100,7 +100,7 @@ def token_pieces_of(most: int | None, model: Model) -> TokenPieces | None:
             "train.head_tokens needs a loss that can be taken of some tokens: "
             "dynmo.next_token_loss, or that of a model of transformers; leave out head_tokens"
         )
-    return TokenPieces(most, loss)
+    return TokenPieces(most_tokens, loss)
 
 
 def piece_inputs(
@@ -117,13 +117,13 @@ def piece_inputs(
     piece = hidden.detach()[:, tokens].contiguous().requires_grad_(hidden.requires_grad)
     if not others:
         return (piece,)
-    kept = getattr(module, "inputs_of_a_piece", None)
-    if kept is None:
+    of_piece = getattr(module, "inputs_of_a_piece", None)
+    if of_piece is None:
         raise ConfigError(
             f"train.head_tokens: the last layer ({type(module).__name__}) takes {len(inputs)} "
             "inputs, of which dynmo cannot cut all; leave out head_tokens"
         )
-    return (piece, *kept(tuple(others)))
+    return (piece, *of_piece(tuple(others)))
 
 
 def run_pieces(

@@ -35,21 +35,21 @@ def storage_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def others_of(layers: Iterable[tuple[int, nn.Module]], own: nn.Module) -> dict[int, str]:
-    """Returns the tensors of layers that are not those of `own`."""
+def others_of(layers: Iterable[tuple[int, nn.Module]], module: nn.Module) -> dict[int, str]:
+    """Returns the tensors of layers that are not those of `module`."""
     found = dict[int, str]()
     for index, layer in layers:
         for what, name, tensor in named_tensors(layer):
             if (storage := storage_of(tensor)) is not None:
                 found[storage] = f"the {what} {name} of layer {index}"
-    for _, _, tensor in named_tensors(own):
+    for _, _, tensor in named_tensors(module):
         found.pop(storage_of(tensor) or 0, None)
     return found
 
 
-def check_leaves(who: str, leaves: Iterable[Tensor], own: nn.Module, others: Others) -> None:
+def check_leaves(who: str, leaves: Iterable[Tensor], module: nn.Module, others: Others) -> None:
     """Raises ConfigError if a graph trains a parameter that is not the layer's own."""
-    foreign = {x for x in leaves if isinstance(x, nn.Parameter)} - {*gradient_parameters(own)}
+    foreign = {x for x in leaves if isinstance(x, nn.Parameter)} - {*gradient_parameters(module)}
     for parameter in foreign:
         name = others().get(storage_of(parameter) or 0)
         if name is not None:
@@ -60,10 +60,10 @@ def check_leaves(who: str, leaves: Iterable[Tensor], own: nn.Module, others: Oth
         )
 
 
-def mark_aliases(outputs: Sequence[Tensor], marked: Sequence[Tensor], kept: list[Tensor]) -> None:
+def mark_aliases(outputs: Sequence[Tensor], marked: Sequence[Tensor], living: list[Tensor]) -> None:
     """Marks the outputs that share memory with one another, or with a tensor that lives on."""
     for at, y in enumerate(outputs):
-        others = [*outputs[:at], *outputs[at + 1 :], *kept]
+        others = [*outputs[:at], *outputs[at + 1 :], *living]
         if any(_overlap(y, other) for other in others):
             mark_alias(marked[at])
 
@@ -83,7 +83,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def kept_aside(
-    layer: nn.Module, changing: Collection[str], tied: Collection[str] = (), own: bool = True
+    layer: nn.Module, changing: Collection[str], tied: Collection[str] = (), same: bool = True
 ) -> str | None:
     """Says that a layer keeps one of its tensors in a second place, and what to do.
 
@@ -92,12 +92,12 @@ def kept_aside(
     Args:
         changing: Names of the tensors that others are to replace.
         tied: Parameters that follow another one by themselves.
-        own: Whether the same tensor beside the modules counts, and not only another over its
+        same: Whether the same tensor beside the modules counts, and not only another over its
             memory.
     """
     named = [each for each in named_tensors(layer) if each[1] not in tied]
     places = sorted((_Place.of(tensor), name, what) for what, name, tensor in named)
-    for path, value in reachable(layer, own):
+    for path, value in reachable(layer, same):
         reached = _Place.of(value) if isinstance(value, Tensor) else None
         for place, name, what in places:
             if name in changing and reached is not None and place.meets(reached):

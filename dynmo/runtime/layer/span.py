@@ -81,24 +81,24 @@ class Span(Generic[L]):
             self.graph = roots_of(self.graph(), self.differentiable)
             self.products = [self.layers[0].tape.take_products()]
 
-    def run(self, gradients: Tensors, apart: bool) -> Sequence[Tensor | None]:
+    def run(self, gradients: Tensors, is_split: bool) -> Sequence[Tensor | None]:
         """Runs the backward, and returns the gradients of the inputs.
 
         Args:
-            apart: Whether the weights' gradients wait on the tapes.
+            is_split: Whether the weights' gradients wait on the tapes.
         """
         if self.pieces is not None:
             self.pieces(gradients[0])
             return [x.grad for x in self.inputs]
         assert not callable(self.graph), "it is built again before"
-        apart = apart and not any(layer.tape.is_reentrant for layer in self.layers)
+        is_split = is_split and not any(layer.tape.is_reentrant for layer in self.layers)
         parts = [
             Part(layer.tape, layer.parameters, products)
             for layer, products in zip(self.layers, self.products, strict=True)
-            if apart
+            if is_split
         ]
         self.products = []  # they would keep the inputs of linears until the whole graph has run
-        return run_graph(self.graph, _present(gradients), self.inputs, parts, apart)
+        return run_graph(self.graph, _present(gradients), self.inputs, parts, is_split)
 
     def has_gradient(self, gradients: Tensors) -> bool:
         """Returns whether some output of the graph has a gradient."""
@@ -114,7 +114,7 @@ def run_graph(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     parts: Sequence[Part],
-    apart: bool,
+    is_split: bool,
 ) -> Sequence[Tensor | None]:
     """torch.autograd.backward without its checks, as slow as a small graph."""
     pairs = [
@@ -125,7 +125,7 @@ def run_graph(
     if not pairs:
         return [None] * len(inputs)
     edges, given = zip(*pairs, strict=True)
-    if not apart:
+    if not is_split:
         run_backward(edges, given)
         return [x.grad for x in inputs]
     found = run_split(edges, given, inputs, parts)
@@ -161,12 +161,12 @@ def _present(gradients: Tensors) -> tuple[Tensor | None, ...]:
     """Returns the gradients, with None for those that the tensor behind them denies."""
     if not gradients or gradients[-1].dtype is not torch.bool:
         return gradients
-    *values, there = gradients
-    if type(there) is not Tensor:  # a fake tensor has no values
+    *values, presence = gradients
+    if type(presence) is not Tensor:  # a fake tensor has no values
         return tuple(values)
     return tuple(
         gradient if is_there else None
-        for gradient, is_there in zip(values, there.tolist(), strict=True)
+        for gradient, is_there in zip(values, presence.tolist(), strict=True)
     )
 
 

@@ -35,7 +35,7 @@ from dynmo.kernels.split import gradient_dtype, zero_gradient
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import tree_sum
-from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
+from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, fold_blocks, share_ranges
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
 _Share = TypeVar("_Share", bound="Shared")
@@ -69,7 +69,7 @@ def shares_of(
     out: list[Shared] = []
     for group in (owned, *([name] for name in named if name in shared)):
         cuts = [
-            cut([named[name].numel() for name in group], Share(replica, replicas))
+            share_ranges([named[name].numel() for name in group], Share(replica, replicas))
             for replica in range(replicas)
         ]
         out += [
@@ -184,7 +184,7 @@ def _reduce(
     for i, none in enumerate(absent):
         if none:
             flags[i].zero_()
-    parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
+    parts = [torch.cat([*_ranges(group, flats, replica), flags]) for replica in range(peers.size)]
     rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
     del parts
     total = tree_sum(enumerate(rows), peers.size)
@@ -207,18 +207,18 @@ def gather_parameters(
             peers,
             group,
             flats,
-            torch.cat(_pieces(group, flats, peers.rank)),
+            torch.cat(_ranges(group, flats, peers.rank)),
             f"the parameters of layer {layer}",
         )
 
 
 def gather_shares(
-    peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str
+    peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own_share: Tensor, what: str
 ) -> None:
     """Fills in the flats from the shares of all replicas."""
     sizes = [sum(s.length(replica) for s in shares) for replica in range(peers.size)]
-    for replica, pieces in enumerate(peers.exchange([own] * peers.size, sizes, what)):
-        _write(shares, flats, replica, pieces)
+    for replica, values in enumerate(peers.exchange([own_share] * peers.size, sizes, what)):
+        _write(shares, flats, replica, values)
 
 
 def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
@@ -281,14 +281,14 @@ def flat_gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def _pieces(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> list[Tensor]:
+def _ranges(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> list[Tensor]:
     return [flat[slice(*s.ranges[replica])] for s, flat in zip(shares, flats, strict=True)]
 
 
-def _write(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, pieces: Tensor) -> None:
+def _write(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, values: Tensor) -> None:
     start = 0
-    for target in _pieces(shares, flats, replica):
-        target.copy_(pieces[start : start + target.numel()])
+    for target in _ranges(shares, flats, replica):
+        target.copy_(values[start : start + target.numel()])
         start += target.numel()
 
 
@@ -333,8 +333,8 @@ def reduce_spread(
     missing: list[tuple[nn.Parameter, Tensor]] = []
     several = [weight for weight in weights if weight.holders > 1]
     # A holder sends a row for each replica that it computes.
-    most = max((len(sources) for weight in several for sources in weight.sources), default=1)
-    for group in buckets(several, bucket // most):
+    most_rows = max((len(sources) for weight in several for sources in weight.sources), default=1)
+    for group in buckets(several, bucket // most_rows):
         missing += _reduce_spread(peers, group, f"the gradients of layer {layer}")
     for weight in weights:
         for parameter in weight.gradients.values():
@@ -381,9 +381,9 @@ def _reduce_spread(
     sizes = [sum(w.length(i) for w in held) for i in replicas]
     arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
     for replica, received in enumerate(arrived):
-        pieces = received.split([weight.length(replica) for weight in held])
-        for weight, own in zip(held, pieces, strict=True):
-            flat_gradient(weight.parameter)[slice(*weight.ranges[replica])] = own
+        shares = received.split([weight.length(replica) for weight in held])
+        for weight, share in zip(held, shares, strict=True):
+            flat_gradient(weight.parameter)[slice(*weight.ranges[replica])] = share
     return [(weight.parameter, sums[weight.name][-1].clone()) for weight in absent]
 
 
@@ -398,6 +398,6 @@ def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -
                 rows[weight.name][source], start = received[start:end], end
     return {
         name: total
-        for name, own in rows.items()  # every replica's rows are computed somewhere
-        if (total := tree_sum(sorted(own.items()), len(arrived))) is not None
+        for name, by_source in rows.items()  # every replica's rows are computed somewhere
+        if (total := tree_sum(sorted(by_source.items()), len(arrived))) is not None
     }

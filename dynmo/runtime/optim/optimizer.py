@@ -45,7 +45,7 @@ def needs_master(parameter: Tensor) -> bool:
     return parameter.dtype not in (torch.float32, torch.float64)
 
 
-def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
+def share_ranges(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
     """Returns first element and end of each parameter's range in a share.
 
     The ranges are contiguous over all parameters and consist of whole norm blocks.
@@ -178,7 +178,9 @@ class LayerOptimizer:
     ) -> None:
         named = {name: p for name, p in module.named_parameters() if name not in shared}
         divided = [name for name in named if name not in undivided]
-        spans = dict(zip(divided, cut([named[x].numel() for x in divided], share), strict=True))
+        spans = dict(
+            zip(divided, share_ranges([named[x].numel() for x in divided], share), strict=True)
+        )
         self._group = group
         self.whole = share.count == 1
         self.pieces = {

@@ -87,14 +87,14 @@ class Group:
         """Returns the names that the state of a parameter may have."""
         state = self.state(dims).items()
         tried = [f"{key}{NUMBER}" if isinstance(x, int | float) else key for key, x in state]
-        return tuple(dict.fromkeys([*tried, *self._own]))
+        return tuple(dict.fromkeys([*tried, *self._own_moments]))
 
     def is_cut(self, moment: str, dims: int) -> bool:
         """Returns whether a moment has an element for each of the parameter's."""
-        return moment in self._own or is_cut(self.state(dims).get(moment), dims)
+        return moment in self._own_moments or is_cut(self.state(dims).get(moment), dims)
 
     @property
-    def _own(self) -> tuple[str, ...]:
+    def _own_moments(self) -> tuple[str, ...]:
         """The moments that dynmo's own optimizer may have, whatever its options are."""
         kind = fused_class(self.make)
         return () if kind is None else kind.moments
@@ -186,8 +186,8 @@ class ParameterGroups:
         """
         for group in self.groups:
             # torch's fused functions work element by element.
-            apart = self.inverts or is_elementwise(group.make, group.given, group.device)
-            if not apart:
+            can_divide = self.inverts or is_elementwise(group.make, group.given, group.device)
+            if not can_divide:
                 raise ConfigError(
                     f"{key}: {name_of(group.make)} does not work element by element, but here each "
                     "parameter is divided; use AdamW, SGD or another one that does, or leave it out"

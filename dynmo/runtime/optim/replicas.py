@@ -162,9 +162,9 @@ def whole_state(
     peers: World, optimizer: LayerOptimizer, weights: Sequence[SpreadWeight] = ()
 ) -> dict[str, Tensor]:
     """Returns the whole state of a layer on all peers, which all call it."""
-    own = optimizer.state()
+    state = optimizer.state()
     if optimizer.whole and not weights:
-        return own
+        return state
     what = "the optimizer's state"
     # The range that this replica gives of each parameter, and a tensor like the whole.
     spread = {weight.name: (weight.ranges[peers.rank], weight.parameter) for weight in weights}
@@ -176,10 +176,10 @@ def whole_state(
     parts = divided | spread
     keys = [f"{name}/{moment}" for name in parts for moment in optimizer.moments(name)]
     if not keys:
-        return own
-    rows = torch.tensor([_header(own.get(key)) for key in keys]).reshape(-1)
+        return state
+    rows = torch.tensor([_header(state.get(key)) for key in keys]).reshape(-1)
     by_peer = peers.gather(rows, what).view(peers.size, len(keys), -1).transpose(0, 1).tolist()
-    out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in parts}
+    out = {key: value for key, value in state.items() if key.rpartition("/")[0] not in parts}
     for key, headers in zip(keys, by_peer, strict=True):
         holder = next((peer for peer, header in enumerate(headers) if header[0]), None)
         if holder is None:
@@ -192,9 +192,9 @@ def whole_state(
         whole = torch.zeros(shape, dtype=_BY_CODE[code - 1], device=peers.device)
         if not is_cut:
             if peers.rank == holder:
-                whole.copy_(own[key])
-        elif key in own:
-            part = own[key].view(-1)
+                whole.copy_(state[key])
+        elif key in state:
+            part = state[key].view(-1)
             whole.view(-1)[low:high] = part[low:high] if name in spread else part
         # Summed as bytes, of which one peer gives each and the others 0. A sum of floats would
         # lose the minus of a zero.

@@ -40,7 +40,7 @@ class TiedWeights:
         self._world, self._pairs, self._rank_of, self._modules = world, pairs, rank_of, modules
 
     @property
-    def apart(self) -> bool:
+    def spans_ranks(self) -> bool:
         """Whether some weight lives on two ranks, which wait for each other each step."""
         return any(source != target for source, target, *_ in self._uses())
 

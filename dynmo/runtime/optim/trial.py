@@ -100,7 +100,7 @@ def bytes_of(value: object, shape: Sequence[int], element: int) -> int:
     sizes = list(value.shape)
     if len(sizes) == len(shape):
         pairs = zip(sizes, _shape(len(shape)), shape, strict=True)
-        sizes = [theirs if own == small else own for own, small, theirs in pairs]
+        sizes = [real if size == small else size for size, small, real in pairs]
     size = element if value.dtype == torch.get_default_dtype() else value.itemsize
     return size * math.prod(sizes)
 
@@ -176,8 +176,8 @@ def _train(
         for step in range(_STEPS):
             for _, parameters in groups:
                 for p in parameters:
-                    own = _draw(p.shape, p.device, 1 + step)
-                    p.grad = own if gradients is None else gradients[step].clone()
+                    drawn = _draw(p.shape, p.device, 1 + step)
+                    p.grad = drawn if gradients is None else gradients[step].clone()
             try:
                 optimizer.step()
             except Exception as error:  # anything that the user's code raises
@@ -198,14 +198,14 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns options of groups, and plain attributes, that a step may have changed."""
     keys = sorted({key for group in optimizer.param_groups for key in group} - {"params"})
     options = {key: [group.get(key) for group in optimizer.param_groups] for key in keys}
-    own = {
+    attributes = {
         key: value
         for key, value in vars(optimizer).items()
         if isinstance(value, int | float | Tensor)
         and not isinstance(value, bool)
         and not key.startswith(_OF_TORCH)
     }
-    return deepcopy(options | own)
+    return deepcopy(options | attributes)
 
 
 def _checked(name: str, key: str, value: object) -> object:

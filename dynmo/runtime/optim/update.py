@@ -37,9 +37,9 @@ class Update:
         """Applies the gradients of each layer times its factor. They stay, multiplied."""
         gradients = _gradients(layers)
         for layer, factor in layers.items():
-            own = [gradients[piece] for piece in layer.pieces.values() if piece in gradients]
-            if own and factor != 1.0:
-                scale_all(own, factor)
+            grads = [gradients[piece] for piece in layer.pieces.values() if piece in gradients]
+            if grads and factor != 1.0:
+                scale_all(grads, factor)
         for piece in gradients:
             piece.is_fresh = not piece.state
         self._run(gradients, rates, lambda optimizer: optimizer.step())

@@ -61,15 +61,15 @@ class Frozen:
                 self._modules[index].get_parameter(name).requires_grad_(True)
         self._freeze_tied()
 
-    def share(self, world: World, own: Collection[int]) -> None:
+    def share(self, world: World, own_layers: Collection[int]) -> None:
         """Tells all ranks which layers train, if a loop has changed `requires_grad` by itself."""
         table = torch.zeros(len(self._modules), dtype=torch.int64)
-        for index in own:
+        for index in own_layers:
             table[index] = 1 + _trains(self._modules[index])
         world.everyone.largest(table, "which layers train")
         for index, flag in enumerate(table.tolist()):
             module = self._modules[index]
-            if index not in own and _trains(module) != (flag == 2):
+            if index not in own_layers and _trains(module) != (flag == 2):
                 for parameter in module.parameters():
                     parameter.requires_grad_(flag == 2 and parameter.is_floating_point())
 

@@ -85,7 +85,7 @@ def check_views(
         if x.layout == torch.strided
         and (not x.is_contiguous() or x.device.type != device.type or dtype != torch.float32)
     }
-    reason = kept_aside(module, changing, tied, own=False) if changing else None
+    reason = kept_aside(module, changing, tied, same=False) if changing else None
     if reason is not None:
         raise ConfigError(f"layer {index} ({type(module).__name__}) {reason}")
 
@@ -122,8 +122,8 @@ def check_arrival(
         )
     if isinstance(given, nn.Module):
         follow_hooks(module, given)
-    here, there = hooks_of(module), arrival.hooks
-    differing = [each for each in [*there, *here] if (each in there) != (each in here)]
+    here, at_source = hooks_of(module), arrival.hooks
+    differing = [each for each in [*at_source, *here] if (each in at_source) != (each in here)]
     if differing:
         has, lacks = everyone.describe_rank(move.source), "this one"
         if differing[0] in here:

@@ -5,7 +5,7 @@ Each layer has its optimizer and the tensors that dynamic cases keep with it.
     layer 4    module       here, or on the meta device: shapes without memory
                Layer        runs it: F, B, W
                optimizer    its state, or this replica's share of it
-               kept         tensors of dynamic cases
+               tensors      those of dynamic cases
 
 Whole layers come (`adopt`) and go between steps. The layout knows where all of them are.
 """
@@ -75,7 +75,7 @@ class LayerStore:
         layers: Own layers, by global index.
         optimizers: Their optimizer state, by global index.
         update: Steps them all at once.
-        kept: Tensors of dynamic cases, by global index of own layers.
+        case_tensors: Tensors of dynamic cases, by global index of own layers.
         rebuilt: Own layers that were rebuilt, of which other ranks do not know.
         identity: What decides the model's numbers.
         is_double: Whether all weights are float64. Inputs and the loss then are, too.
@@ -100,12 +100,12 @@ class LayerStore:
         self._options = options
         self.pieces = token_pieces_of(options.head_tokens, model)
         self.accumulation_groups = options.groups(world.replicas)
-        own = (
+        own_layers = (
             []
             if is_bare
             else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         )
-        self.modules = model.build(frozenset(own))
+        self.modules = model.build(frozenset(own_layers))
         self.is_double = _are_double(self.modules)
         if self.is_double and options.dtype != torch.float32:
             name = str(options.dtype).removeprefix("torch.")
@@ -131,13 +131,13 @@ class LayerStore:
         # Told on all ranks of layers whose output changes, other than by training.
         self.on_change: Callable[[Iterable[int]], None] = lambda _: None
         # Tensors that dynamic cases keep with each own layer.
-        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.case_tensors: dict[int, dict[str, Tensor]] = {}
         self.rebuilt = set[int]()
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
         self.update = Update()
         self.replicas = self._new_replicas()
-        for index in own:
+        for index in own_layers:
             tied = {name for _, (user, name) in model.tied if user == index}
             check_views(index, self.modules[index], tied, world.device, options.dtype)
             module = self.modules[index].to(world.device)
@@ -216,8 +216,8 @@ class LayerStore:
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_OTHERS)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
         layer.beside.put(_with_prefix(_BESIDE, optimizer_state))
-        kept = _with_prefix(_KEPT, optimizer_state)
-        self.kept[index] = {name: t.cpu() for name, t in kept.items()}
+        tensors = _with_prefix(_KEPT, optimizer_state)
+        self.case_tensors[index] = {name: t.cpu() for name, t in tensors.items()}
 
     def _find_tied(self) -> TiedWeights:
         # A cycle would keep the weights until a collection of garbage.
@@ -249,7 +249,7 @@ class LayerStore:
         self.modules[index] = module.to("meta")
         self.replicas.drop(index)
         self.update.release()
-        del self.layers[index], self.optimizers[index], self.kept[index]
+        del self.layers[index], self.optimizers[index], self.case_tensors[index]
 
     def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
         """Makes an own layer run again after it got other modules or parameters.
@@ -261,9 +261,9 @@ class LayerStore:
         """
         layer = f"layer {index} ({self.model.names[index]})"
         check_moments(layer, self.modules[index], self.optimizers[index], moments)
-        kept = self.kept[index]
+        tensors = self.case_tensors[index]
         self._adopt(index, self.modules[index], moments, whole=True)
-        self.kept[index] = kept
+        self.case_tensors[index] = tensors
         self.rebuilt.add(index)
         self.tied.join()
 
@@ -400,7 +400,7 @@ class LayerStore:
 
         If `whole`, it is gathered from all replicas, with ZeRO-1. All call it, in the same order.
         """
-        others = {f"{_KEPT}{name}": t for name, t in self.kept[index].items()}
+        others = {f"{_KEPT}{name}": t for name, t in self.case_tensors[index].items()}
         others |= {f"{_BESIDE}{name}": t for name, t in self.layers[index].beside.state().items()}
         others = {name: t.to(self.world.device) for name, t in others.items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | others
@@ -440,13 +440,13 @@ class LayerStore:
             if index not in self.layers:
                 self.spread.take_note(index, self.modules[index], placement)
                 continue
-            module, kept = self.modules[index], self.kept[index]
+            module, tensors = self.modules[index], self.case_tensors[index]
             state, arrived = self.spread.move(
                 index, module, placement, self.optimizers[index].state()
             )
             moved += arrived
             self._adopt(index, module, state)
-            self.kept[index] = kept
+            self.case_tensors[index] = tensors
         return moved
 
     def masters(self, index: int) -> dict[str, Tensor]:

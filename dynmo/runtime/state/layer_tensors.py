@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
-from dynmo.kernels.packed_weight import conform, forms_of, unknown_form
+from dynmo.kernels.packed_weight import forms_of, take_forms, unknown_form
 from dynmo.runtime.layer.census import Scalars, evaluating_parts
 
 
@@ -102,7 +102,7 @@ def fill(
     right. Shapes may differ: parts with packed weights take the form that they have at the source.
     """
     buffers = {name: t for (section, name), t in tensors.items() if section == "buffer"}
-    conform(module, buffers, forms)
+    take_forms(module, buffers, forms)
     for name in [n for n, _ in module.named_parameters()]:
         owner, key = _owner(module, name)
         value = tensors["parameter", name]
@@ -214,7 +214,7 @@ def fit(
         )
     buffers = {key: t for (section, key), t in tensors.items() if section == "buffer"}
     try:
-        conform(module, buffers, forms)
+        take_forms(module, buffers, forms)
     except ValueError as error:
         raise CheckpointError(f"{layer}: {error}; resume with the run's own config") from None
     _check_shapes(layer, module, tensors)

@@ -25,7 +25,7 @@ from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.process_mesh import Sharers
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.gradient_reduction import SpreadWeight
-from dynmo.runtime.optim.optimizer import Share, cut
+from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.optim.replicas import whole_parameters
 
 
@@ -111,7 +111,7 @@ class SpreadGroups:
             holders = [replica for replica, of in enumerate(sources) if of]
             ranges = [(0, 0)] * world.replicas
             for place, replica in enumerate(holders):
-                (ranges[replica],) = cut([like.numel()], Share(place, len(holders)))
+                (ranges[replica],) = share_ranges([like.numel()], Share(place, len(holders)))
             first = self.sharers.number * ranks
             copies = linear.source_gradients(group).items()
             out.append(
@@ -321,14 +321,14 @@ def exchange_groups(
 
 
 def _joined(groups: Sequence[GroupTensors], device: torch.device) -> Tensor:
-    pieces = [as_bytes(t) for group in groups for t in group.values()]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+    parts = [as_bytes(t) for group in groups for t in group.values()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _parted(data: Tensor, like: GroupTensors) -> GroupTensors:
     """Inverts `_joined` for one group. `like` is another group."""
-    pieces = data.split([t.nbytes for t in like.values()])
+    parts = data.split([t.nbytes for t in like.values()])
     return {
-        key: piece.clone().view(t.dtype).view(t.shape)
-        for piece, (key, t) in zip(pieces, like.items(), strict=True)
+        key: part.clone().view(t.dtype).view(t.shape)
+        for part, (key, t) in zip(parts, like.items(), strict=True)
     }

@@ -20,7 +20,7 @@ from dynmo.cases.pruning.sparse_linear import (
     survivors,
 )
 from dynmo.kernels.deferral import install
-from dynmo.kernels.packed_weight import conform, dense_parameters, unpacked
+from dynmo.kernels.packed_weight import dense_parameters, take_forms, unpacked
 from dynmo.kernels.split import SplitLinear
 from tests.kernels.test_split import gradients, run, split
 
@@ -207,14 +207,14 @@ def test_autocast_chooses_the_dtype_of_a_masked_layer() -> None:
     assert torch.equal(masked.weight.grad != 0, masked.kept_mask)
 
 
-def test_conform_adopts_the_form_of_received_layers() -> None:
+def test_take_forms_adopts_the_form_of_received_layers() -> None:
     """A layer on the meta device receives a pruned layer."""
     source = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     prune(source[0], some(20, 0.4), True, {})  # pyright: ignore[reportArgumentType]
     prune(source[1], some(12, 0.9), False, {})  # pyright: ignore[reportArgumentType]
     with torch.device("meta"):
         target = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    conform(target, dict(source.named_buffers()))
+    take_forms(target, dict(source.named_buffers()))
     shapes = [{name: x.shape for name, x in each.named_parameters()} for each in (target, source)]
     assert shapes[0] == shapes[1]
     assert [type(x) for x in target] == [SparseLinear, MaskedLinear]
@@ -225,11 +225,11 @@ def test_conform_adopts_the_form_of_received_layers() -> None:
     with pytest.raises(
         ValueError, match=r"0\.weight is packed here \(SparseLinear\) and not there"
     ):
-        conform(target, {})
+        take_forms(target, {})
 
 
 @pytest.mark.parametrize("damage", ["rows", "columns", "order", "count"])
-def test_conform_refuses_damaged_weights(damage: str) -> None:
+def test_take_forms_refuses_damaged_weights(damage: str) -> None:
     linear = make_pruned(4, 5, 0.5)
     crow, col = (t.clone() for t in linear.buffers())
     if damage == "rows":
@@ -241,7 +241,7 @@ def test_conform_refuses_damaged_weights(damage: str) -> None:
     else:
         col = col[1:]
     with pytest.raises(ValueError, match="weight is sparse, but not of 4 x 5"):
-        conform(nn.Linear(5, 4), {"crow": crow, "col": col})
+        take_forms(nn.Linear(5, 4), {"crow": crow, "col": col})
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -42,7 +42,7 @@ GPT = {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}
 def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
     """Spoils gradients as they are looked at. Faults are [step, layer, "inf" or a factor]."""
     table = pipeline.optimizer_step.table  # pyright: ignore[reportPrivateUsage]
-    own = table.own
+    entries = table.entries
 
     def spoil(*args: Any) -> Tensor:
         for step, layer, what in faults:
@@ -53,9 +53,9 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
                     gradients[0].view(-1)[0] = float("inf")
                 elif gradients:  # or it is frozen
                     torch._foreach_mul_(gradients, what)
-        return own(*args)
+        return entries(*args)
 
-    table.own = spoil  # pyright: ignore[reportAttributeAccessIssue]
+    table.entries = spoil  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,8 @@ from dynmo.runtime.optim.optimizer import (
     Share,
     block_sums,
     clip_factor,
-    cut,
     fold_blocks,
+    share_ranges,
     squared_norm,
 )
 from dynmo.runtime.optim.parameter_groups import Group
@@ -271,7 +271,7 @@ def large() -> nn.Module:
 
 @given(st.lists(st.integers(0, 5 * NORM_BLOCK), max_size=6), st.integers(1, 5))
 def test_shares_are_whole_blocks_and_even(sizes: list[int], count: int) -> None:
-    shares = [cut(sizes, Share(i, count)) for i in range(count)]
+    shares = [share_ranges(sizes, Share(i, count)) for i in range(count)]
     held = [0] * count
     for which, size in enumerate(sizes):
         at = 0

@@ -21,7 +21,7 @@ from dynmo.runtime.comm.process_mesh import Sharers, arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.gradient_reduction import SpreadWeight, drop_missing, reduce_spread
-from dynmo.runtime.optim.optimizer import Share, cut
+from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.state.spread_groups import SpreadGroups, arrivals
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -114,7 +114,7 @@ def reduced(world: Meeting, bucket: int, absent: list[int]) -> list[Any]:
         holders = [replica for replica, of in enumerate(sources) if of]
         ranges = [(0, 0)] * 4
         for place, replica in enumerate(holders):
-            (ranges[replica],) = cut([size], Share(place, len(holders)))
+            (ranges[replica],) = share_ranges([size], Share(place, len(holders)))
         copies = {source: nn.Parameter(torch.zeros(size)) for source in sources[peers.rank]}
         for source, copy in copies.items():
             copy.grad = None if source in absent else _gradient(number, source, size)
