@@ -81,8 +81,8 @@ class SignedStore(dist.Store):
 
     def claim(self, key: str) -> bool:
         """Makes a key. Returns False if there is one already."""
-        own = secrets.token_bytes(_HASH)
-        return self.compare_set(key, b"", own) == own
+        claim = secrets.token_bytes(_HASH)
+        return self.compare_set(key, b"", claim) == claim
 
     def get(self, key: str) -> bytes:
         """Waits for a key, and returns its value.

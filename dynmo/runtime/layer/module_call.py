@@ -146,8 +146,8 @@ class ModuleCall:
             saved = {storage_of(tensor) for tensor in tensors}
             meter.note_forward(inputs if recompute else tensors, inputs, outputs)
         meter.frees_inputs = self.writes.to_inputs(graph=True) or any(
-            x.requires_grad and storage_of(own) not in saved
-            for x, own in zip(inputs, given, strict=True)
+            x.requires_grad and storage_of(passed) not in saved
+            for x, passed in zip(inputs, given, strict=True)
         )
         return outputs
 

@@ -80,7 +80,7 @@ class Piece:
         self.tensor: Tensor | None = None
         self.state: dict[str, Any] = {}
         self.is_fresh = False
-        self._kept: tuple[Tensor, dict[str, Any]] | None = None
+        self._backup: tuple[Tensor, dict[str, Any]] | None = None
 
     @property
     def dims(self) -> int:
@@ -123,18 +123,18 @@ class Piece:
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in self.state.items()
             }
-            self._kept = self.made().detach().clone(), state
+            self._backup = self.made().detach().clone(), state
 
     def restore(self) -> None:
-        if self._kept is not None:
+        if self._backup is not None:
             with torch.no_grad():
-                self.made().copy_(self._kept[0])
-            self.state = self._kept[1]
+                self.made().copy_(self._backup[0])
+            self.state = self._backup[1]
             self.publish()
             self.forget()
 
     def forget(self) -> None:
-        self._kept = None
+        self._backup = None
 
     @property
     def bytes(self) -> int:
