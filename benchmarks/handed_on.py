@@ -29,7 +29,7 @@ from dynmo.models.gpt import FeedForwardHalf, Head
 from dynmo.models.options import ModelOptions
 from dynmo.runtime.comm.headers import TAG_LINKS
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 VOCABULARY, HEAD_SIZE, ROWS, MICROBATCHES = 256, 64, 3, 4
 
@@ -118,14 +118,14 @@ def side(world: Meeting, layers: list[nn.Module], ids: Tensor) -> dict[str, Any]
     pipeline = dynmo.Pipeline(
         dynmo.Sequential(layers), world, schedule="zb-h1", microbatches=MICROBATCHES
     )
-    sent, send = Counter[str](), World.send
+    sent, send = Counter[str](), RankGroup.send
 
     def counted(world: Meeting, tensor: Tensor, target: int, tag: int) -> Any:
         if tag < TAG_LINKS:
             sent["backwards" if tag % 2 else "forwards"] += tensor.nbytes
         return send(world, tensor, target, tag)
 
-    with patch.object(World, "send", counted):
+    with patch.object(RankGroup, "send", counted):
         pipeline.step({"ids": ids, "labels": ids.roll(-1, 1)})
     row = torch.tensor([sent["forwards"], sent["backwards"]])
     forwards, backwards = world.sum(row, "the bytes of all ranks").tolist()

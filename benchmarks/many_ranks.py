@@ -61,9 +61,9 @@ from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_groups import await_all, claim
 from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.tree import Tree
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
@@ -203,7 +203,7 @@ class Crowd:
         replicas, size, store = mesh.replicas, mesh.size, SignedStore(dist.HashStore())
         groups = [range(replica, size, replicas) for replica in range(replicas)]
         groups += [range(first, first + replicas) for first in range(0, size, replicas)]
-        self._pipelines: list[World] = []
+        self._pipelines: list[RankGroup] = []
         for rank, mailbox in enumerate(self._mailboxes):
             group: Any = mailbox
             world = Meeting(rank, size, torch.device("cpu"), LIMIT, 0, store, group)
@@ -229,7 +229,7 @@ class Crowd:
 
         self.on_all(join)
 
-    def collective(self, act: Callable[[World], object]) -> Taken:
+    def collective(self, act: Callable[[RankGroup], object]) -> Taken:
         """Counts what the busiest rank sends in a call with the worlds of the pipelines."""
         before = [(box.sent, box.bytes) for box in self._mailboxes]
         self.on_all(lambda rank: act(self._pipelines[rank]))
@@ -304,20 +304,20 @@ def address_bytes(size: int) -> int:
 def of_threads(mesh: Mesh) -> dict[str, Taken]:
     answer, costs, count = decision_answer(mesh), mesh.costs(), mesh.layers
 
-    def end_step(world: World) -> None:
+    def end_step(world: RankGroup) -> None:
         table = StepReduction(mesh.layer_store(world), HostClock())
         table.shared(torch.zeros(table.length, dtype=torch.float64), "the step to end")
 
-    def gather_costs(world: World) -> None:
+    def gather_costs(world: RankGroup) -> None:
         profiler = Profiler(HostClock())
         maxima(world, (0.0,) * 4)
         profiler.gather_halves(world, (), profiler.gather(world, (), count))
 
-    def gather_readings(world: World) -> None:
+    def gather_readings(world: RankGroup) -> None:
         profiler: Any = SimpleNamespace(readings=lambda _: None)
         RankSpeeds(mesh.layer_store(world), profiler).measure(costs, 0.0)
 
-    acts: dict[str, Callable[[World], object]] = {
+    acts: dict[str, Callable[[RankGroup], object]] = {
         "end a step": end_step,
         "agree on a decision": lambda world: agree(world, answer, "the decision"),
         "gather costs": gather_costs,
@@ -327,7 +327,7 @@ def of_threads(mesh: Mesh) -> dict[str, Taken]:
             world, json.dumps(vars(own_place(world.everyone.rank))), "where all ranks run"
         ),
     }
-    with Crowd(mesh) as crowd, mock.patch("dynmo.runtime.comm.world.FEW", 1):
+    with Crowd(mesh) as crowd, mock.patch("dynmo.runtime.comm.rank_group.FEW", 1):
         return {part: crowd.collective(act) for part, act in acts.items()}
 
 
@@ -441,7 +441,7 @@ def messages_to_newcomers(mesh: Mesh, now: Plan) -> list[str]:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def race(world: World, rounds: int) -> dict[str, float]:
+def race(world: RankGroup, rounds: int) -> dict[str, float]:
     """Returns the seconds of gloo's ring and of the tree."""
     store = Mesh(world.size, 1).layer_store(world)
     length = StepReduction(store, HostClock()).length

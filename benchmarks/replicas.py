@@ -32,7 +32,7 @@ from dynmo.config import parse
 from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.agreement import maxima
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.options import EngineOptions
 from dynmo.train.setup import model_of
@@ -41,7 +41,7 @@ HIDDEN, STATE = 0.5, 0.55
 MICROBATCHES, WARMUP = 4, 2
 
 
-def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
+def sides(world: RankGroup, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
     """Runs both ways in turn, on the same ranks."""
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
@@ -66,7 +66,7 @@ class ReplicatedPipeline:
         pipeline: The engine.
     """
 
-    def __init__(self, here: World, model: dict[str, Any], text: Tensor, zero: int) -> None:
+    def __init__(self, here: RankGroup, model: dict[str, Any], text: Tensor, zero: int) -> None:
         loaded = model_of(parse({"model": model}))
         self.pipeline = Engine(
             here,

@@ -27,7 +27,7 @@ from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.plan.partition import uniform
 from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.options import EngineOptions
@@ -81,7 +81,7 @@ def settings(
 
 
 def peak(
-    world: World,
+    world: RankGroup,
     config: dict[str, Any],
     recompute: Sequence[int] = (),
     seconds: Seconds = EVEN,
@@ -129,7 +129,7 @@ def peak(
     return told | {"predicted": predicted}
 
 
-def _engine(config: Config, world: World, recompute: Sequence[int]) -> Engine:
+def _engine(config: Config, world: RankGroup, recompute: Sequence[int]) -> Engine:
     model, pipelined = model_of(config), config.pipeline
     return Engine(
         world,
@@ -298,7 +298,7 @@ def test_model_of_transformers_has_the_predicted_peak(
     check_peaks(pool, 2, config, recompute=list(range(6)) if recompute else [])
 
 
-def kept_bytes(world: World, config: dict[str, Any]) -> tuple[list[tuple[int, int]], ...]:
+def kept_bytes(world: RankGroup, config: dict[str, Any]) -> tuple[list[tuple[int, int]], ...]:
     """What F and B of each layer keep, as a step has measured it and as shapes say."""
     loaded = parse(config)
     pipeline = _engine(loaded, world, ())

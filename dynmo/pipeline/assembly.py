@@ -18,7 +18,7 @@ from dynmo.pipeline.resizing import NextMesh, Resizing
 from dynmo.pipeline.saving import SavedPipeline, restore_state
 from dynmo.plan.partition import Partition, uniform
 from dynmo.runtime.comm.meeting import meeting_of
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.optim.precision import dtype_for, make_scaler
 from dynmo.runtime.options import EngineOptions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def make_engine(
     options: PipelineOptions,
-    world: World,
+    world: RankGroup,
     model: Model,
     partition: Partition,
     limit: Limit,
@@ -92,7 +92,7 @@ def _from_shapes(
 
 def join_engine(
     options: PipelineOptions,
-    world: World,
+    world: RankGroup,
     model: Model,
     cases: Sequence[Dynamism],
     newcomer: NewcomerState,
@@ -192,7 +192,7 @@ def check_own_rules(options: PipelineOptions) -> None:
         find_rule(options.elastic.algorithm)
 
 
-def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
+def rank_memory_limit(options: PipelineOptions, world: RankGroup) -> Limit:
     """Returns the bytes that the tensors of a rank, or of each, may use. All ranks get the same.
 
     The default is a part of the CUDA device's memory. Its slices, or the ranks that share it, get
@@ -213,7 +213,7 @@ def rank_memory_limit(options: PipelineOptions, world: World) -> Limit:
     return limit if meeting_of(world).is_outside else _agreed_limit(options, world.everyone, limit)
 
 
-def _agreed_limit(options: PipelineOptions, everyone: World, limit: int) -> Limit:
+def _agreed_limit(options: PipelineOptions, everyone: RankGroup, limit: int) -> Limit:
     each: list[int] = everyone.gather(torch.tensor(limit), "everyone's memory limits").tolist()
     elastic, replicas = options.elastic, options.replicas
     changes = elastic.reshape or elastic.reshape_at or elastic.changes_ranks

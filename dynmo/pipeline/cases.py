@@ -32,8 +32,8 @@ from dynmo.pipeline.case import (
 from dynmo.pipeline.case_options import CaseOptions, RunFacts
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import ranks_text
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.span import Tensors
 from dynmo.runtime.layer.stage import FrozenPrefix, PrefixRunner
@@ -236,7 +236,7 @@ class SpreadView:
         return self._actions.place_groups(placements)
 
 
-def agree_on_cases(world: World, cases: Sequence[Dynamism]) -> None:
+def agree_on_cases(world: RankGroup, cases: Sequence[Dynamism]) -> None:
     """Raises ConfigError on every rank if the ranks have other cases, or other code of a case."""
     names = [(case.name, type(case).__qualname__) for case in cases]
     parts = [*map(repr, names), *map(repr, code_of(defined_in(cases)).items())]

@@ -37,7 +37,7 @@ from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.migration import Migration
 
@@ -106,7 +106,7 @@ class Elasticity:
             self._newcomers = Newcomers(self.options.elastic, world, self._identity, former)
 
     @property
-    def _everyone(self) -> World:
+    def _everyone(self) -> RankGroup:
         return self._pipeline.store.world.everyone
 
     @property

@@ -21,7 +21,7 @@ from dynmo.events import Event, PostValidationEvent, RollbackEvent, SkippedEvent
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.plan.partition import imbalance
 from dynmo.runtime.comm.agreement import share_texts
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.step_reduction import StepRecord
 
@@ -91,7 +91,7 @@ class MetricSums:
                 number = torch.as_tensor(value, dtype=torch.float64)
                 self._values.setdefault(name, []).append(number)
 
-    def over(self, world: World, *, shares: bool) -> dict[str, float]:
+    def over(self, world: RankGroup, *, shares: bool) -> dict[str, float]:
         """Returns the sums over all replicas, or of the first one unless `shares`."""
         own_values = {name: [value.item() for value in each] for name, each in self._values.items()}
         texts = share_texts(world, json.dumps(own_values), "the metrics")

@@ -19,7 +19,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Dynamism
 from dynmo.runtime.comm.agreement import agree, share_failures
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.census import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
@@ -136,7 +136,7 @@ class SavedPipeline:
     state: SavedState
 
 
-def find_checkpoint(folder: Path, world: World) -> SavedPipeline:
+def find_checkpoint(folder: Path, world: RankGroup) -> SavedPipeline:
     """Finds the newest checkpoint that is whole, and warns of newer ones that are not.
 
     All ranks call it together.

@@ -18,7 +18,7 @@ import torch
 from dynmo.files import write_whole
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import TAG_TRACE, check_announced
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Tracer:
     """
 
     def __init__(
-        self, world: World, clock: Clock, steps: int, stage_ranks: tuple[int, ...] | None = None
+        self, world: RankGroup, clock: Clock, steps: int, stage_ranks: tuple[int, ...] | None = None
     ) -> None:
         self._world, self._clock, self._steps, self._stage_ranks = world, clock, steps, stage_ranks
         self._recent: deque[list[Row]] = deque(maxlen=steps)

@@ -21,7 +21,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
 from dynmo.pipeline.options import RECORDS, ScheduleOptions
 from dynmo.runtime.comm.meeting import Meeting, meeting_of
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def public(method: Callable[P, T]) -> Callable[P, T]:
         torch.clear_autocast_cache()
         given = [*args, *kwargs.values()]
         given += [getattr(each, "_world", None) for each in given[:1]]
-        world = next((each for each in given if isinstance(each, World)), None)
+        world = next((each for each in given if isinstance(each, RankGroup)), None)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return method(*args, **kwargs)

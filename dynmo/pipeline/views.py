@@ -19,7 +19,7 @@ from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.parts import Parts
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.op import Schedule
@@ -63,7 +63,7 @@ class MeshView(_View):
         return self.world.replica
 
     @property
-    def world(self) -> World:
+    def world(self) -> RankGroup:
         """The ranks of this rank's replica. `world.everyone` are those of all replicas."""
         return self._engine.store.world
 

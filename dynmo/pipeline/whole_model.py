@@ -20,7 +20,7 @@ from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.plan.partition import Move
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import as_bytes
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.buffers import has_same_bits
 from dynmo.runtime.optim.replicas import cut_state
@@ -183,7 +183,7 @@ class WholeModel:
 
 
 def join_outputs(
-    world: World, microbatches: Mapping[int, object]
+    world: RankGroup, microbatches: Mapping[int, object]
 ) -> Tensor | tuple[Tensor, ...] | None:
     """Concatenates the outputs of the microbatches along the first dimension.
 

@@ -26,7 +26,7 @@ from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
 from dynmo.models.rows import batches_of
 from dynmo.runtime.comm.agreement import agree, maxima
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 
 def order_of(config: Config, lengths: Sequence[int]) -> Order:
@@ -126,7 +126,7 @@ class DataLoader:
 
     fault = None  # a window is never broken
 
-    def __init__(self, config: Config, world: World, pipeline: Pipeline, model: Model) -> None:
+    def __init__(self, config: Config, world: RankGroup, pipeline: Pipeline, model: Model) -> None:
         self._steps, self._device, self._pipeline = config.train.steps, world.device, pipeline
         train, data, options = config.train, config.data, model.options or config.model
         self._batches: Batches | None = None

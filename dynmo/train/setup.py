@@ -26,10 +26,10 @@ from dynmo.options import find_own, value_text
 from dynmo.pipeline.cases import from_class
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.waits import ranks_text
-from dynmo.runtime.comm.world import World
 from dynmo.train.data import check_tokens, open_batches, open_text, order_of
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> 
     return world
 
 
-def _check_same(world: World, config: Config) -> None:
+def _check_same(world: RankGroup, config: Config) -> None:
     values = {key: value for key, value in _flat(config.model_dump()) if key not in _OWN}
     parts = [f"{key} = {value_text(value)}" for key, value in values.items()]
     difference = first_difference(world, parts, "the configs of all ranks to be compared")

@@ -15,7 +15,7 @@ from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Choice, Problem, Work
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.bounds import Objective
@@ -53,7 +53,7 @@ def cut(random: Random, layers: int, stages: int) -> Partition:
     return Partition.from_bounds((0, *ends, layers))
 
 
-def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
+def compared(world: RankGroup, replicas: int, cases: int) -> list[dict[str, Any]]:
     """Draws costs, a limit and a frozen prefix. Returns what a run and a plan make of each."""
     random, out = Random(replicas), list[dict[str, Any]]()
     world = arrange(world, replicas)

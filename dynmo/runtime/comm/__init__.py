@@ -1,1 +1,1 @@
-"""World, process groups, channels, launching and rendezvous."""
+"""Groups of ranks, process groups, channels, launching and rendezvous."""

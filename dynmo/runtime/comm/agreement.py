@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from dynmo.errors import RunError
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import first_line
-from dynmo.runtime.comm.world import World
 
 # Most letters of a rank's reason for a failure that the others get.
 _REASON_LETTERS = 200
@@ -24,13 +24,13 @@ def _short_digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def maxima(world: World, values: Sequence[float]) -> list[float]:
+def maxima(world: RankGroup, values: Sequence[float]) -> list[float]:
     """Returns the largest of the ranks' first values, of their second, and so on."""
     table = torch.tensor(values, dtype=torch.float64)
     return world.everyone.largest(table, "a measurement of every rank").tolist()
 
 
-def agree(world: World, value: object, what: str) -> None:
+def agree(world: RankGroup, value: object, what: str) -> None:
     """Compares the text form (`repr`) of a value over all ranks of all replicas.
 
     Args:
@@ -56,7 +56,9 @@ def agree(world: World, value: object, what: str) -> None:
     )
 
 
-def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
+def first_difference(
+    world: RankGroup, parts: Sequence[str], what: str
+) -> tuple[int, list[int]] | None:
     """Compares a list of any length over all ranks of all replicas.
 
     Returns:
@@ -78,7 +80,7 @@ def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int
     return shared, (whole[:, 0] != whole[0, 0]).nonzero().flatten().tolist()
 
 
-def share_failures(world: World, error: BaseException | None, what: str) -> dict[int, str]:
+def share_failures(world: RankGroup, error: BaseException | None, what: str) -> dict[int, str]:
     """Returns the reason of each rank that failed, by global rank, on every rank.
 
     Args:
@@ -92,7 +94,7 @@ def share_failures(world: World, error: BaseException | None, what: str) -> dict
     return {rank: text for rank, text in enumerate(share_texts(world, text, what)) if text}
 
 
-def share_texts(world: World, text: str, what: str) -> list[str]:
+def share_texts(world: RankGroup, text: str, what: str) -> list[str]:
     """Returns the text of each rank, on every rank."""
     data, everyone = text.encode(), world.everyone
     sizes = everyone.gather(torch.tensor(len(data)), what).tolist()
@@ -109,7 +111,7 @@ class Attempt:
         untouched: What the failure leaves as it was, for the error.
     """
 
-    def __init__(self, world: World, partial: Path, untouched: str) -> None:
+    def __init__(self, world: RankGroup, partial: Path, untouched: str) -> None:
         self._world, self._partial, self._untouched = world, partial, untouched
         self._failure: Exception | None = None
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from dynmo.runtime.comm.headers import tag_of
 from dynmo.runtime.comm.inbox import Inbox
 from dynmo.runtime.comm.outbox import Outbox
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Program
 
 
@@ -45,7 +45,7 @@ class Transport:
         ragged: Whether the batch of this step is known to have microbatches of several shapes.
     """
 
-    def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
+    def __init__(self, world: RankGroup, programs: tuple[Program, ...]) -> None:
         program = programs[world.rank]
         world.open_channels(
             sorted({(tag_of(c), c.source, c.target) for p in programs for c in p.depth})

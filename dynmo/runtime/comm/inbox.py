@@ -22,8 +22,8 @@ from dynmo.runtime.comm.headers import (
     room_for,
     tag_of,
 )
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Channel, describe
 from dynmo.schedule.memory import POSTED_AHEAD, posted
 
@@ -31,12 +31,12 @@ from dynmo.schedule.memory import POSTED_AHEAD, posted
 _POSTED_ON_CUDA = 1
 
 
-def posted_ahead(world: World, depth: int, varying: bool) -> int:
+def posted_ahead(world: RankGroup, depth: int, varying: bool) -> int:
     """Returns how many messages may land before they are taken."""
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
-def posted_at_start(world: World, messages: int, spec: Spec | None, depth: int) -> int:
+def posted_at_start(world: RankGroup, messages: int, spec: Spec | None, depth: int) -> int:
     """Returns how many receives of one shape are posted before a step's first message."""
     if spec is None:
         return 0
@@ -53,7 +53,7 @@ class Inbox:
 
     def __init__(
         self,
-        world: World,
+        world: RankGroup,
         channel: Channel,
         varying: bool,
         depth: int,

@@ -39,11 +39,11 @@ from dynmo.runtime.comm.process_groups import (
     leave_default_group,
     try_groups,
 )
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.rendezvous import from_environment
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.store import token_of
 from dynmo.runtime.comm.waits import call_with_limit, first_line
-from dynmo.runtime.comm.world import World
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _adopted: dict[tuple[int, ...], int] = {}
 
 
 @dataclass(repr=False)
-class Meeting(World):
+class Meeting(RankGroup):
     """The world of all ranks of a generation. `dynmo.init` makes one.
 
     Attributes:
@@ -73,7 +73,7 @@ class Meeting(World):
     is_of_loop: bool = False
     # The views, and their groups by whether a view has its own, and its global ranks. A shape that
     # comes back needs no new groups.
-    views: list[World] = field(default_factory=list[World])
+    views: list[RankGroup] = field(default_factory=list[RankGroup])
     process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = None
@@ -231,7 +231,7 @@ class Meeting(World):
 
     def view(
         self, subgroups: Sequence[tuple[int, ...]], what: str, own_group: bool = False
-    ) -> World:
+    ) -> RankGroup:
         """Divides all ranks into worlds of their own. All call it.
 
         Args:
@@ -249,7 +249,7 @@ class Meeting(World):
         keys = [(int(own_group), *members) for members in subgroups if 1 < len(members) < limit]
         groups |= self._make_groups([key for key in keys if key not in groups], what)
         self._lift_limit(groups.get((int(own_group), *ranks)))
-        world = World(
+        world = RankGroup(
             ranks.index(self.rank),
             len(ranks),
             self.device,
@@ -379,7 +379,7 @@ class Meeting(World):
         return False
 
 
-def meeting_of(world: World) -> Meeting:
+def meeting_of(world: RankGroup) -> Meeting:
     """Returns the world of all ranks, which can meet again, leave and end."""
     everyone = world.everyone
     assert isinstance(everyone, Meeting)

@@ -24,8 +24,8 @@ from dynmo.runtime.comm.headers import (
     tag_of,
 )
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Channel, describe
 
 
@@ -43,7 +43,7 @@ class Outbox:
     It bounds the messages that are under way, and holds their tensors until the peer has them.
     """
 
-    def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
+    def __init__(self, world: RankGroup, channel: Channel, varying: bool, depth: int) -> None:
         self._world, self.channel, self._varying = world, channel, varying
         # Whether each message of this step has a header.
         self._headed = varying

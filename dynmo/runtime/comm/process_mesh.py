@@ -26,10 +26,10 @@ from torch import Tensor
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.headers import on_wire
 from dynmo.runtime.comm.meeting import meeting_of
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 
-def arrange(world: World, replicas: int) -> World:
+def arrange(world: RankGroup, replicas: int) -> RankGroup:
     """Returns this rank's pipeline in a mesh of `replicas` replicas over all ranks.
 
     All ranks call it. They may call it again for another shape once nothing is under way. `peers`
@@ -58,11 +58,11 @@ def arrange(world: World, replicas: int) -> World:
 class FirstReplica:
     """Sums over the ranks of the first replica, for values that must be alike."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankGroup) -> None:
         self._world = world
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Adds a tensor up like `World.sum`. It is set to zero on other replicas."""
+        """Adds a tensor up like `RankGroup.sum`. It is set to zero on other replicas."""
         return self._world.everyone.sum(tensor.zero_() if self._world.replica else tensor, what)
 
     def sum_all(self, tensor: Tensor, what: str) -> Tensor:
@@ -86,7 +86,7 @@ class Sharers:
         ranks: Replicas that share one set of groups. They divide the replicas.
     """
 
-    def __init__(self, world: World, ranks: int) -> None:
+    def __init__(self, world: RankGroup, ranks: int) -> None:
         groups = [
             tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)
         ]

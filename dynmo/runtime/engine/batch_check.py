@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynmo.errors import InputError
 from dynmo.runtime.comm.headers import spec_of
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -103,7 +103,7 @@ COMPARED = ("inputs", "targets", "numbers of rows")
 Hashes: TypeAlias = tuple[Tensor | int | None, ...]
 
 
-def hashes_to_compare(world: World, batch: StepBatch) -> Hashes:
+def hashes_to_compare(world: RankGroup, batch: StepBatch) -> Hashes:
     """Returns hashes of inputs and targets, and the number of rows, if it is known.
 
     None if this rank has its pipeline to itself.

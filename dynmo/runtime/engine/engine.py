@@ -29,8 +29,8 @@ from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import clear_frames
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.batch_check import (
     Hashes,
     StepBatch,
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(
         self,
-        world: World,
+        world: RankGroup,
         model: Model,
         partition: Partition,
         options: EngineOptions,

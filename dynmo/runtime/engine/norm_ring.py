@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.runtime.comm.headers import TAG_PREFIX, TAG_VERDICT
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.schedule.lowering import routes
 
 # Verdicts. NON_FINITE: no rank makes the step. CLIPPED: all make it again, with the clip factor.
@@ -53,7 +53,9 @@ class NormRing:
     posted ahead.
     """
 
-    def __init__(self, world: World, stage_ranks: tuple[int, ...], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, world: RankGroup, stage_ranks: tuple[int, ...], shape: tuple[int, int]
+    ) -> None:
         self._world, self._shape = world, shape
         down, up = routes(stage_ranks)
         rank = world.rank

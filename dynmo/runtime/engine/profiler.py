@@ -30,8 +30,8 @@ from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import TAG_LINKS
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -195,7 +195,7 @@ class Profiler:
 
     def gather(
         self,
-        world: World,
+        world: RankGroup,
         layers: Iterable[tuple[Layer, LayerOptimizer]],
         count: int,
         copies: bool = False,
@@ -227,7 +227,7 @@ class Profiler:
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
 
     def gather_halves(
-        self, world: World, layers: Iterable[int], costs: Sequence[LayerCost]
+        self, world: RankGroup, layers: Iterable[int], costs: Sequence[LayerCost]
     ) -> tuple[tuple[LayerCost, ...], ...]:
         """Returns the costs from half of the readings alone, the same on every rank.
 
@@ -302,7 +302,7 @@ Pair = tuple[int, int]
 
 
 def measure_links(
-    world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
+    world: RankGroup, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
 ) -> dict[Pair, LinkCost]:
     """Measures the cost of each pair's link, alike on all ranks. All call it.
 
@@ -353,7 +353,7 @@ PAUSE = 0.005  # seconds
 _LINKS = "the links to be measured"
 
 
-def _ping(world: World, peer: int, size: int, repeats: int) -> float:
+def _ping(world: RankGroup, peer: int, size: int, repeats: int) -> float:
     """Returns the seconds one way, sent and received as channels do.
 
     The first exchange opens the connection and is not counted.
@@ -377,7 +377,7 @@ def _ping(world: World, peer: int, size: int, repeats: int) -> float:
     return median(times[1:])
 
 
-def _ping_on_device(world: World, peer: int, size: int, repeats: int) -> float:
+def _ping_on_device(world: RankGroup, peer: int, size: int, repeats: int) -> float:
     """Returns the seconds one way on a CUDA device.
 
     A communicator has one stream for both directions. A receive that is posted first would hold up

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import gradient_dtype, zero_gradient
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import tree_sum
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, fold_blocks, share_ranges
 from dynmo.schedule.memory import REDUCED_AT_ONCE
@@ -85,7 +85,7 @@ class Reducer:
     With gloo they run in a thread of their own, with NCCL in a stream.
     """
 
-    def __init__(self, peers: World) -> None:
+    def __init__(self, peers: RankGroup) -> None:
         self.peers = peers
         self._worker = Worker("reducer", threaded=not peers.enqueues)
         self._stream = torch.cuda.Stream(peers.device) if peers.enqueues else None
@@ -152,7 +152,7 @@ class Reducer:
 
 
 def reduce_gradients(
-    peers: World,
+    peers: RankGroup,
     layer: int,
     shares: Sequence[Shared],
     everywhere: bool,
@@ -174,7 +174,7 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def _reduce(
-    peers: World, group: Sequence[Shared], everywhere: bool, what: str
+    peers: RankGroup, group: Sequence[Shared], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Reduces one bucket. Returns gradients missing here, and whether any has them."""
     absent = [s.parameter.grad is None for s in group]
@@ -198,7 +198,7 @@ def _reduce(
 
 
 def gather_parameters(
-    peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
+    peers: RankGroup, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
 ) -> None:
     """Gives all replicas every replica's share of one layer's parameters."""
     for group in buckets((s for s in shares if s.owned), bucket):
@@ -213,7 +213,11 @@ def gather_parameters(
 
 
 def gather_shares(
-    peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own_share: Tensor, what: str
+    peers: RankGroup,
+    shares: Sequence[Shared],
+    flats: Sequence[Tensor],
+    own_share: Tensor,
+    what: str,
 ) -> None:
     """Fills in the flats from the shares of all replicas."""
     sizes = [sum(s.length(replica) for s in shares) for replica in range(peers.size)]
@@ -221,7 +225,7 @@ def gather_shares(
         _write(shares, flats, replica, values)
 
 
-def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
+def squared_norms(peers: RankGroup, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
     """Returns the squared norms of layers in shares, with the bits of `squared_norm`."""
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
@@ -323,7 +327,7 @@ class SpreadWeight(Shared):
 
 
 def reduce_spread(
-    peers: World, layer: int, weights: Sequence[SpreadWeight], bucket: int = REDUCED_AT_ONCE
+    peers: RankGroup, layer: int, weights: Sequence[SpreadWeight], bucket: int = REDUCED_AT_ONCE
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Sums the gradients of a layer's spread weights over the peers, in place, for all holders."""
     for weight in weights:
@@ -344,7 +348,7 @@ def reduce_spread(
 
 
 def _reduce_spread(
-    peers: World, weights: Sequence[SpreadWeight], what: str
+    peers: RankGroup, weights: Sequence[SpreadWeight], what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Reduces a bucket of weights that several replicas hold.
 

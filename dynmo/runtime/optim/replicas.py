@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynmo.models.tied import Pair
 from dynmo.runtime.comm.headers import DTYPES, as_bytes
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.optim.gradient_reduction import (
     Reducer,
     Shared,
@@ -38,7 +38,7 @@ class Replicas:
         sharded: Whether each replica keeps a share of the optimizer's state (ZeRO-1).
     """
 
-    def __init__(self, world: World, tied: Sequence[Pair], sharded: bool) -> None:
+    def __init__(self, world: RankGroup, tied: Sequence[Pair], sharded: bool) -> None:
         self._tied, self._sharded = tied, sharded
         self.renew(world)
         # They say, for each own layer, which replica sums and updates which part.
@@ -127,7 +127,7 @@ class Replicas:
         if self._reducer is not None:
             self._reducer.finish(what)
 
-    def renew(self, world: World) -> None:
+    def renew(self, world: RankGroup) -> None:
         """Goes on with the same replicas, which have met anew."""
         self._world = world
         # There is one if there are other replicas.
@@ -159,7 +159,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 
 
 def whole_state(
-    peers: World, optimizer: LayerOptimizer, weights: Sequence[SpreadWeight] = ()
+    peers: RankGroup, optimizer: LayerOptimizer, weights: Sequence[SpreadWeight] = ()
 ) -> dict[str, Tensor]:
     """Returns the whole state of a layer on all peers, which all call it."""
     state = optimizer.state()
@@ -211,7 +211,7 @@ def _header(tensor: Tensor | None) -> list[int]:
     return [1 + _BY_CODE.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
 
-def whole_parameters(peers: World, weights: Sequence[SpreadWeight]) -> dict[str, Tensor]:
+def whole_parameters(peers: RankGroup, weights: Sequence[SpreadWeight]) -> dict[str, Tensor]:
     """Returns the spread weights whole on all peers, which all call it."""
     out: dict[str, Tensor] = {}
     for weight in weights:

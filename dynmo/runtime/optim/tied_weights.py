@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dynmo.kernels.split import zero_gradient
 from dynmo.models.tied import Pair
 from dynmo.runtime.comm.headers import TAG_TIED
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 
 class TiedWeights:
@@ -32,7 +32,7 @@ class TiedWeights:
 
     def __init__(
         self,
-        world: World,
+        world: RankGroup,
         pairs: Sequence[Pair],
         rank_of: Callable[[int], int],
         modules: Sequence[nn.Module],

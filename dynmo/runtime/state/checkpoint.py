@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
 from dynmo.runtime.comm.agreement import Attempt
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.state.layer_tensors import Contents, Manifest, base_of, contents, describe
 
 _logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Saved:
 
 
 def save(
-    world: World,
+    world: RankGroup,
     folder: Path,
     step: int,
     names: Sequence[str],
@@ -252,7 +252,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
+def find(
+    folder: Path, world: RankGroup | None = None
+) -> tuple[Path, CheckpointManifest, list[str]]:
     """Returns the newest whole checkpoint, its manifest, and problems of newer ones.
 
     Each rank of `world` reads a part.
@@ -289,7 +291,7 @@ def _missing_latest(folder: Path) -> list[str]:
     return [f"{path} names {name!r}, which is missing"]
 
 
-def verify(path: Path, world: World | None = None) -> CheckpointManifest:
+def verify(path: Path, world: RankGroup | None = None) -> CheckpointManifest:
     """Checks every file of a checkpoint against its manifest, and that itself."""
     manifest = read(path)
     if path.name != f"step-{manifest.step:06d}":

@@ -12,7 +12,7 @@ from torch import nn
 
 from dynmo.errors import RunError
 from dynmo.models.tied import Pair
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 
 class Frozen:
@@ -61,7 +61,7 @@ class Frozen:
                 self._modules[index].get_parameter(name).requires_grad_(True)
         self._freeze_tied()
 
-    def share(self, world: World, own_layers: Collection[int]) -> None:
+    def share(self, world: RankGroup, own_layers: Collection[int]) -> None:
         """Tells all ranks which layers train, if a loop has changed `requires_grad` by itself."""
         table = torch.zeros(len(self._modules), dtype=torch.int64)
         for index in own_layers:

@@ -14,8 +14,8 @@ from dynmo.models.model import named_tensors
 from dynmo.plan.partition import Move
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import ranks_text
-from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.census import follow_hooks, hooks_of
 from dynmo.runtime.layer.reads import kept_aside
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -23,7 +23,7 @@ from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.state.migration import Arrival
 
 
-def check_same_model(world: World, identity: Identity) -> None:
+def check_same_model(world: RankGroup, identity: Identity) -> None:
     """Raises ConfigError on every rank if the ranks have built different models."""
     parts = list(identity.parts())
     texts = [f"{what} = {value}" for what, value in parts]
@@ -38,7 +38,7 @@ def check_same_model(world: World, identity: Identity) -> None:
     )
 
 
-def check_same_groups(world: World, groups: ParameterGroups) -> None:
+def check_same_groups(world: RankGroup, groups: ParameterGroups) -> None:
     """Raises ConfigError on every rank if the ranks have other groups of parameters."""
     if groups.is_plain:
         return
@@ -108,7 +108,7 @@ def check_moments(
 
 
 def check_arrival(
-    everyone: World, move: Move, arrival: Arrival, module: nn.Module, given: object
+    everyone: RankGroup, move: Move, arrival: Arrival, module: nn.Module, given: object
 ) -> None:
     """Refuses a layer whose hooks or packed weights this rank does not have.
 

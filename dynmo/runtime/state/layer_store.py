@@ -30,7 +30,7 @@ from dynmo.plan.partition import Layout, Move
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.census import set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
@@ -87,7 +87,7 @@ class LayerStore:
 
     def __init__(
         self,
-        world: World,
+        world: RankGroup,
         model: Model,
         layout: Layout,
         clock: Clock,
@@ -470,7 +470,7 @@ def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
 
 
-def _shards(world: World, ranks: int, modules: Sequence[nn.Module]) -> SpreadGroups:
+def _shards(world: RankGroup, ranks: int, modules: Sequence[nn.Module]) -> SpreadGroups:
     from dynmo.runtime.state.spread_groups import SpreadGroups
 
     return SpreadGroups(world, ranks, modules)

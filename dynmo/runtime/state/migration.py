@@ -34,7 +34,7 @@ from dynmo.runtime.comm.headers import (
     on_wire,
     room_for,
 )
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.census import Scalars, hooks_of, scalars_of
 from dynmo.runtime.state.layer_tensors import Contents, Manifest, contents, describe
 
@@ -70,7 +70,7 @@ class Migration:
 
 
 def exchange(
-    world: World,
+    world: RankGroup,
     moves: Sequence[Move],
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
     check: Callable[[Move, Arrival], None],
@@ -113,7 +113,7 @@ def exchange(
 class _Transit:
     """The layers that leave this rank or come to it, in one migration."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankGroup) -> None:
         self._world = world
         self._leaving: list[tuple[Move, list[Tensor]]] = []
         self._arrivals: list[tuple[Move, Arrival]] = []
@@ -216,7 +216,7 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
 
 
 def _send(
-    world: World, move: Move, tensors: Sequence[Tensor | None]
+    world: RankGroup, move: Move, tensors: Sequence[Tensor | None]
 ) -> list[tuple[dist.Work, Tensor, Move]]:
     return [
         (world.send(on_wire(t), move.target, TAG_MIGRATE), t, move)
@@ -225,14 +225,14 @@ def _send(
     ]
 
 
-def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
+def _take(world: RankGroup, move: Move, tensor: Tensor) -> Tensor:
     if tensor.numel():
         work = world.receive(on_wire(tensor), move.source, TAG_MIGRATE)
         world.wait(work, move.source, f"layer {move.layer} to arrive")
     return tensor
 
 
-def _receive_text(world: World, move: Move) -> bytes:
+def _receive_text(world: RankGroup, move: Move) -> bytes:
     """Receives a manifest. It is empty if the source could not make one."""
     length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
     if not 0 <= length <= _MOST_TEXT:

@@ -23,7 +23,7 @@ from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.group_placement import GroupPlacement, Spreads, even_placement
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.process_mesh import Sharers
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.optim.gradient_reduction import SpreadWeight
 from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.optim.replicas import whole_parameters
@@ -35,7 +35,7 @@ class SpreadGroups:
     A part of a layer spreads its groups if it has the methods of `Spreads`.
     """
 
-    def __init__(self, world: World, ranks: int, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, world: RankGroup, ranks: int, modules: Sequence[nn.Module]) -> None:
         if world.replicas % ranks:
             raise ConfigError(
                 f"parallel.expert = {ranks} does not divide parallel.replicas = {world.replicas}"
@@ -65,7 +65,7 @@ class SpreadGroups:
         for index in self.placements:
             self._hold(modules[index], self.placements[index])
 
-    def renew(self, world: World) -> None:
+    def renew(self, world: RankGroup) -> None:
         """Goes on in other process groups, with as many replicas. All ranks call it."""
         self._world, self.sharers = world, Sharers(world, self.sharers.ranks)
 

@@ -231,7 +231,9 @@ def test_repeated_mesh_shape_reuses_its_channels(
 ) -> None:
     """Four ranks are one pipeline, then two replicas, then one pipeline again."""
     world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
-    monkeypatch.setattr("dynmo.runtime.comm.meeting.World", lambda *given: FakeCudaWorld(*given))
+    monkeypatch.setattr(
+        "dynmo.runtime.comm.meeting.RankGroup", lambda *given: FakeCudaWorld(*given)
+    )
     monkeypatch.setattr("dynmo.runtime.comm.process_groups.prove", lambda *given: None)
     monkeypatch.setattr(FakeCudaWorld, "largest", lambda self, table, what: table)
     assert opened(world, keys) == ["send 1"]

@@ -94,7 +94,7 @@ def test_all_ranks_have_the_whole(size: int) -> None:
 
 def sum_over_pipelines(world: Any) -> list[float]:
     """Two threads sum at once: one over the peers, and one over everyone."""
-    with mock.patch("dynmo.runtime.comm.world.FEW", 1), ThreadPoolExecutor(1) as pool:
+    with mock.patch("dynmo.runtime.comm.rank_group.FEW", 1), ThreadPoolExecutor(1) as pool:
         pipeline = arrange(world, 2)
         over_peers = pool.submit(pipeline.peers.gather, torch.tensor([world.rank]), "a row")
         all_ranks = pipeline.everyone.sum(torch.ones(1), "a sum")

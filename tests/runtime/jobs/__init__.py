@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from dynmo.errors import DynmoError
-from dynmo.runtime.comm.world import World
+from dynmo.runtime.comm.rank_group import RankGroup
 
 
 def error_of(call: Callable[[], object]) -> list[str]:
@@ -19,7 +19,7 @@ def error_of(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def lose_patience(world: World) -> None:
+def lose_patience(world: RankGroup) -> None:
     """Once all are here, a collective has a short limit. The job closes its world afterwards."""
     world.barrier("all to be here")
     world.timeout = 0.5

@@ -1,11 +1,11 @@
 """Ranks that train together: their collectives, messages and groups.
 
-A world is passed explicitly. CPU tensors travel by gloo. CUDA tensors travel by NCCL, with a
-communicator per channel. In a `staged` world gloo carries them through host memory.
+A group is passed explicitly. CPU tensors travel by gloo. CUDA tensors travel by NCCL, with a
+communicator per channel. In a `staged` group gloo carries them through host memory.
 
-All ranks of a generation are one world (`Meeting`). `process_mesh.arrange` gives views of it for
-pipelines that train side by side (replicas). A view is a world too, in which ranks count from 0. So
-code for one pipeline need not know that there are others.
+All ranks of a generation are one group (`Meeting`, which a loop knows as `dynmo.World`).
+`process_mesh.arrange` gives views of it for pipelines that train side by side (replicas). A view is
+a group too, in which ranks count from 0. So code for one pipeline need not know of the others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from dynmo.runtime.comm.tree import FEW, MOST, Tree
 from dynmo.runtime.comm.waits import LATE, call_with_limit, first_line, ranks_text, reason
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
-# ends the process. So its limit is lifted, and `World.look` and `World.settle` keep the real one.
+# ends the process. So its limit is lifted, and `RankGroup.look` and `RankGroup.settle` keep the
+# real one.
 _NEVER = timedelta(days=30)
 
 
 @dataclass
-class World:
+class RankGroup:
     """Ranks that train together: their collectives, messages and groups.
 
     Attributes:
@@ -69,8 +70,8 @@ class World:
     process_group: dist.ProcessGroup | None = None
     # All ranks of this generation, and the ranks that do the same as this one in the other
     # replicas. None: this rank's world has no others.
-    _everyone: World | None = field(default=None, repr=False, compare=False)
-    _peers: World | None = field(default=None, repr=False, compare=False)
+    _everyone: RankGroup | None = field(default=None, repr=False, compare=False)
+    _peers: RankGroup | None = field(default=None, repr=False, compare=False)
     # For the world of all ranks: the number of replicas.
     shape: int = 1
     # For a world within a program's own process groups: torch's number of each rank. Empty: the
@@ -97,14 +98,16 @@ class World:
     # -- the mesh ----------------------------------------------------------------------------------
 
     @property
-    def everyone(self) -> World:
+    def everyone(self) -> RankGroup:
         """The world of all ranks of this generation, by global rank."""
         return self._everyone or self
 
     @property
-    def peers(self) -> World:
+    def peers(self) -> RankGroup:
         """The ranks that hold the same layers in the other pipelines, by replica."""
-        return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
+        return self._peers or RankGroup(
+            0, 1, self.device, self.timeout, self.generation, self.store
+        )
 
     @property
     def replica(self) -> int:
@@ -127,7 +130,7 @@ class World:
     def name_ranks(self, ranks: Sequence[int]) -> str:
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
-    def with_peers(self, peers: World) -> Self:
+    def with_peers(self, peers: RankGroup) -> Self:
         self._peers = peers
         return self
 
