@@ -25,7 +25,6 @@ from benchmarks.quality import config_of
 from dynmo.cases.early_exit.layers import ExitHead
 from dynmo.config import Config
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.data import DataLoader
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
@@ -51,9 +50,7 @@ class Evaluation:
     def __init__(self, trainer: Trainer) -> None:
         train, self._pipeline = trainer.config.train, trainer.pipeline
         self._batches = train.eval_batches
-        loader = trainer._loader
-        assert isinstance(loader, DataLoader)  # text
-        self._inputs, self._targets, _ = loader.held_out(self._batches)
+        self._inputs, self._targets, _ = trainer._data.evaluation(self._batches)
         self._tokens = self._batches * train.micro_batch * trainer.config.model.sequence
         self._heads = [x for x in self._pipeline.mesh.modules.values() if isinstance(x, ExitHead)]
         self._exited: Counter[nn.Module] = Counter()

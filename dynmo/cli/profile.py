@@ -163,8 +163,8 @@ def _measured(
     freeze a prefix, for example. Nothing changes later. A layer's figure is the median of the
     steps, so that one disturbed step does no harm. Every rank gets the same profile.
     """
-    from dynmo import Loader, Pipeline
-    from dynmo.train.data import DataLoader, loader_of
+    from dynmo import Pipeline
+    from dynmo.train.data import open_data
     from dynmo.train.setup import own_cases, start
 
     options = config.pipeline_arguments(
@@ -177,20 +177,12 @@ def _measured(
     with start(config, rendezvous) as (world, model):
         cases = [*config.dynamism.named.values(), *own_cases(config)]
         pipeline = Pipeline(model, world, cases=cases, **options)
-        loader = (
-            loader_of(config, pipeline, model, {"step": 0})
-            if config.data.has_samples
-            else DataLoader(config, world, pipeline, model)
-        )
         readings: list[tuple[LayerCost, ...]] = []
-        with closing(loader):
+        with closing(open_data(config, pipeline, model)) as loader:
             for step in range(steps + 1):
                 pipeline.measured.forget()
-                if isinstance(loader, Loader):
-                    pipeline.step(next(loader), adapt=step == 0)
-                else:
-                    inputs, targets, _ = loader.train(step)
-                    pipeline.step(inputs, targets, adapt=step == 0)
+                inputs, targets, _ = loader.train(step)
+                pipeline.step(inputs, targets, adapt=step == 0)
                 costs = pipeline.measured.costs()
                 if step:
                     readings.append(costs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynmo import Loader, Pipeline
 from dynmo.config import Config
-from dynmo.data.batches import Batches, SampleBatches
+from dynmo.data.batches import Batches, Microbatch, SampleBatches
 from dynmo.data.corpus import VOCAB, Corpus, TokenFile, check_vocab, open_corpus
 from dynmo.data.options import DataOptions
 from dynmo.data.order import Order, held_out_text, windows_in
@@ -26,7 +26,6 @@ from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
 from dynmo.models.rows import batches_of
 from dynmo.runtime.comm.agreement import agree, maxima
-from dynmo.runtime.comm.rank_group import RankGroup
 
 
 def order_of(config: Config, lengths: Sequence[int]) -> Order:
@@ -100,14 +99,14 @@ class Batch(NamedTuple):
     """The data of a rank for one step.
 
     Attributes:
-        inputs: int64 [microbatches x micro_batch, sequence]. None on ranks with neither the first
-            nor the last layer.
-        targets: Like the inputs.
+        inputs: Text: int64 [microbatches x micro_batch, sequence]. Samples: their microbatches.
+            None on ranks with neither the first nor the last layer.
+        targets: Like the inputs of text. None with samples, which have them.
         samples: The numbers of each microbatch's windows. None if no case asks for them, or no
             microbatch comes again.
     """
 
-    inputs: Tensor | None
+    inputs: Tensor | list[Microbatch] | None
     targets: Tensor | None
     samples: list[tuple[int, ...]] | None
 
@@ -117,7 +116,7 @@ def _digest(corpus: Corpus) -> bytes:
     return hashlib.sha256(f"{len(corpus)} ".encode() + ends).digest()
 
 
-class DataLoader:
+class TextLoader:
     """Reads the text of one mesh. A reshape, or a move of an end, makes it anew.
 
     Only the ranks that hold the first or the last layer read data. They compare the data that they
@@ -126,7 +125,8 @@ class DataLoader:
 
     fault = None  # a window is never broken
 
-    def __init__(self, config: Config, world: RankGroup, pipeline: Pipeline, model: Model) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, model: Model) -> None:
+        world = pipeline.mesh.world
         self._steps, self._device, self._pipeline = config.train.steps, world.device, pipeline
         train, data, options = config.train, config.data, model.options or config.model
         self._batches: Batches | None = None
@@ -173,7 +173,7 @@ class DataLoader:
             samples = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
         return Batch(inputs, targets, samples)
 
-    def held_out(self, microbatches: int) -> Batch:
+    def evaluation(self, microbatches: int) -> Batch:
         """Returns so many microbatches to evaluate on, the same every time."""
         inputs = targets = samples = None
         if self._batches is not None:
@@ -182,6 +182,10 @@ class DataLoader:
         if self._numbers:
             samples = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
         return Batch(inputs, targets, samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Is empty, because the number of a step says all."""
+        return {}
 
     def close(self) -> None:
         """Has nothing to end."""
@@ -203,13 +207,30 @@ class DataLoader:
 # -- samples ---------------------------------------------------------------------------------------
 
 
-def loader_of(config: Config, pipeline: Pipeline, model: Model, state: Mapping[str, Any]) -> Loader:
-    """Returns the loader of a run, which goes on from a state.
+class SampleLoader(Loader):
+    """Reads the samples of a run. It follows the mesh by itself."""
+
+    def train(self, step: int) -> Batch:
+        """Returns this replica's microbatches of a step, which is the next one."""
+        del step
+        return Batch(next(self), None, None)
+
+    def evaluation(self, microbatches: int) -> Batch:
+        """Returns so many microbatches to evaluate on, the same every time."""
+        return Batch(self.held_out(microbatches), None, None)
+
+
+def open_data(
+    config: Config, pipeline: Pipeline, model: Model, state: Mapping[str, Any] | None = None
+) -> TextLoader | SampleLoader:
+    """Returns the data of a run. Samples go on from a state, or from the pipeline's step.
 
     Raises:
-        ConfigError: The model cannot be trained on samples, or the first one cannot be encoded.
+        ConfigError: The data cannot be read, or the model cannot be trained on it.
     """
-    return Loader(
+    if not config.data.has_samples:
+        return TextLoader(config, pipeline, model)
+    return SampleLoader(
         pipeline,
         config.data.source,
         _tokenizer_of_samples(config, model),
@@ -217,7 +238,7 @@ def loader_of(config: Config, pipeline: Pipeline, model: Model, state: Mapping[s
         sequence=config.model.sequence,
         seed=config.seed,
         **config.data.model_dump(include=set(DataOptions.model_fields)),
-        state=state,
+        state=state or {"step": pipeline.steps},
     )
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dynmo import Loader, Pipeline, StepResult
+from dynmo import Pipeline, StepResult
 from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, with_options
 from dynmo.elastic.manager import own_node
@@ -28,7 +28,7 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.waits import call_with_limit
 from dynmo.runtime.comm.worker import said_while
-from dynmo.train.data import DataLoader, loader_of
+from dynmo.train.data import open_data
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.setup import own_cases
 from dynmo.train.stop_flag import stop_flag
@@ -207,7 +207,7 @@ class Trainer:
                         call_with_limit(self._most_for_log, lambda: self._home.set(key, "1"))
                 self.pipeline.close()
                 if self._mesh is not None:
-                    self._loader.close()
+                    self._data.close()
 
     @property
     def _most_for_log(self) -> float:
@@ -243,7 +243,7 @@ class Trainer:
 
     def _check_samples(self) -> None:
         """Raises RunError on every rank if a broken sample has ended the run."""
-        told = share_failures(self._world, self._loader.fault, "whether a sample is broken")
+        told = share_failures(self._world, self._data.fault, "whether a sample is broken")
         for text in told.values():
             raise RunError(text)
 
@@ -261,12 +261,8 @@ class Trainer:
             self._log.record_decisions(pipeline.measured.decisions)
         with said_while(self._world.rank, "reads its data", not self._stepped):
             self._follow_mesh()
-            loader = self._loader
-            if isinstance(loader, Loader):
-                inputs, targets, samples = next(loader), None, None
-            else:
-                inputs, targets, samples = loader.train(pipeline.steps)
-        stop |= loader.fault is not None and pipeline.steps + 1 < train.steps
+            inputs, targets, samples = self._data.train(pipeline.steps)
+        stop |= self._data.fault is not None and pipeline.steps + 1 < train.steps
         interrupted |= self._finish(pipeline.advance(inputs, targets, samples=samples, stop=stop))
         step = pipeline.steps
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
@@ -280,8 +276,8 @@ class Trainer:
             self._is_due(step, interrupted) or (keeps_best and self._lowest.step == step)
         ) and self._checkpoints is not None:
             extra: dict[str, Any] = {"lowest": asdict(self._lowest)}
-            if isinstance(loader, Loader):
-                extra["data"] = loader.state_dict()
+            if state := self._data.state_dict():
+                extra["data"] = state
             best = self._lowest.step if keeps_best else None
             pipeline.save(self._checkpoints, self.config.checkpoint.keep, extra, best)
         return interrupted
@@ -305,15 +301,13 @@ class Trainer:
         mesh = (*pipeline.mesh.shape, *pipeline.mesh.ends)
         if self._mesh == mesh:
             return
-        if not self.config.data.has_samples:
-            self._loader = DataLoader(self.config, self._world, pipeline, self._model)
-        elif self._mesh is None:  # later it follows by itself
-            state = pipeline.extra.get("data", {"step": pipeline.steps})
-            self._loader = loader_of(self.config, pipeline, self._model, state)
+        if self._mesh is None or not self.config.data.has_samples:  # samples follow by themselves
+            state = pipeline.extra.get("data")
+            self._data = open_data(self.config, pipeline, self._model, state)
         data = self.config.data
         uses = data.held_out != 0 and (data.has_samples or self.config.train.eval_every)
         if self._mesh is None and uses:
-            text, train = self._loader.evaluates_on, self.config.train
+            text, train = self._data.evaluates_on, self.config.train
             if train.eval_every:
                 many = f"{train.eval_batches} microbatches of {train.micro_batch}"
                 text += f"; each evaluation reads {many} (train.eval_batches)"
@@ -376,11 +370,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         train, pipeline = self.config.train, self.pipeline
-        loader, targets, samples = self._loader, None, None
-        if isinstance(loader, Loader):
-            inputs = loader.held_out(train.eval_batches)
-        else:
-            inputs, targets, samples = loader.held_out(train.eval_batches)
+        inputs, targets, samples = self._data.evaluation(train.eval_batches)
         tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
         if isinstance(inputs, list):
             tokens = sum(each["input_ids"].numel() for each in inputs)
@@ -400,7 +390,7 @@ class Trainer:
         results = evaluate(dense=False)
         if pipeline.cases.has_dense:
             results += evaluate(dense=True)
-        told = EvalEvent(pipeline.steps - 1, *results, held_out=loader.evaluates_on)
+        told = EvalEvent(pipeline.steps - 1, *results, held_out=self._data.evaluates_on)
         self._tell(told)
         if train.patience is not None or self.config.checkpoint.keep_best:
             self._lowest = self._lowest.after(pipeline.steps, results[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynmo import Pipeline
 from dynmo.config import parse
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.train.data import DataLoader
+from dynmo.train.data import TextLoader
 from dynmo.train.setup import model_of
 from tests.pool import Pool
 
@@ -40,7 +40,7 @@ def batches(world: Meeting, config: dict[str, Any]) -> list[Any]:
     loaded = parse(config)
     model = model_of(loaded)
     pipeline = Pipeline(model, world, **loaded.pipeline_arguments())
-    loader = DataLoader(loaded, world, pipeline, model)
-    read = [*loader.train(0)[:2], *loader.held_out(1)[:2]]
+    loader = TextLoader(loaded, pipeline, model)
+    read = [*loader.train(0)[:2], *loader.evaluation(1)[:2]]
     pipeline.close()
     return [each.tolist() if isinstance(each, Tensor) else None for each in read]
