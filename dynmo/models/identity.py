@@ -18,13 +18,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import platform
 import re
 import sys
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -53,14 +53,14 @@ _OPAQUE = (
     "threading",
     "_thread",
 )
-# Limits of what is written of an attribute: depth, letters of an object.
-_DEEPEST, _LONGEST = 8, 60
+# Letters of an attribute that are written. A digest stands for the others.
+_LONGEST = 60
 # Differences that a message names. It counts the others.
 _NAMED = 3
 
-# Indices in the names of a layer's modules, and attributes that are an index.
 _INDEX = re.compile(r"\d+")
 _IS_INDEX = re.compile(r"(^|[._])(index|idx)$")
+_PATH = re.compile(r'"/[^"]*"')
 
 # These are compared apart, or with Python's version.
 _KNOWN = {"", "dynmo", "torch", *sys.stdlib_module_names} - {"__main__"}
@@ -176,9 +176,9 @@ def _layer_parts(layer: nn.Module) -> Iterator[tuple[str, str]]:
             continue  # torch.compile says how a process runs, and the module itself follows
         for name, value in sorted(vars(module).items()):
             if name in _HOOKS and value:  # its keys count the hooks of the process
-                yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(list(value.values()))
+                yield f"{prefix}.{name}".lstrip("."), _text(list(value.values()), own)
             elif name not in _OWN:
-                yield f"{prefix}.{name}".lstrip("."), _Writer(own).text(value)
+                yield f"{prefix}.{name}".lstrip("."), _text(value, own)
 
 
 def _name_of(value: Any) -> str:
@@ -187,75 +187,45 @@ def _name_of(value: Any) -> str:
     return name if module == "builtins" else f"{module}.{name}"
 
 
-class _Writer:
-    """Writes objects as text that is the same in every process with equal objects.
+def _text(value: Any, own: Collection[int] = ()) -> str:
+    """Writes an attribute as text that is the same in every process with equal objects.
 
     Args:
+        value: The attribute.
         own: Ids of the layer's parameters and buffers, whose values do not count.
     """
-
-    def __init__(self, own: set[int]) -> None:
-        self._own = own
-        # Texts by id. Objects are held, so that no id comes twice.
-        self._known = dict[int, tuple[object, str]]()
-
-    def text(self, value: Any, depth: int = 0) -> str:
-        if isinstance(value, str):
-            return _short("a path" if value.startswith("/") else repr(value))
-        if value is None or isinstance(value, bool | int | float | complex | bytes):
-            return _short(repr(value))
-        if depth > _DEEPEST:
-            return ".."
-        if id(value) not in self._known:
-            self._known[id(value)] = value, ".."
-            self._known[id(value)] = value, _short(self._object(value, depth + 1))
-        return self._known[id(value)][1]
-
-    def _object(self, value: Any, depth: int) -> str:
-        kind = _name_of(type(value))
-        if isinstance(value, Tensor):
-            return form_of(value) if id(value) in self._own else _tensor_text(value)
-        if isinstance(value, PurePath) or kind.startswith(_OPAQUE) or kind == "torch.device":
-            return kind
-        if isinstance(value, set | frozenset):
-            return f"{kind} {sorted(self.text(each, depth) for each in cast(set[Any], value))}"
-        if isinstance(value, types.FunctionType):
-            kind = f"{value.__qualname__} {_code_digest(value.__code__)}"
-        elif isinstance(value, type | types.ModuleType) or (
-            inspect.isroutine(value) and not isinstance(value, types.MethodType)
-        ):
-            return _name_of(value)
-        inside = ", ".join(self.text(each, depth) for each in _inside(value))
-        return f"{'' if kind in ('list', 'tuple', 'dict') else kind}[{inside}]"
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """Yields what an object is made of."""
-    if isinstance(value, nn.Module):
-        value = {name: each for name, each in vars(value).items() if name not in _OWN}
-    if isinstance(value, Mapping):
-        for pair in cast(Mapping[Any, Any], value).items():
-            yield from pair
-    elif isinstance(value, list | tuple | deque):
-        yield from cast(Sequence[Any], value)
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType):
-        yield from (value.__defaults__, value.__kwdefaults__)
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is not filled yet
-                yield cell.cell_contents
-    else:
-        try:
-            reduced = value.__reduce_ex__(2)
-        except Exception:  # it belongs to its process, as a lock does
-            return
-        for each in (reduced,) if isinstance(reduced, str) else reduced[1:]:
-            yield list(cast(Iterator[Any], each)) if isinstance(each, Iterator) else each
-
-
-def _short(text: str) -> str:
+    try:
+        text = json.dumps(value, default=partial(_inside, own), skipkeys=True)
+    except (TypeError, ValueError, RecursionError):  # it contains itself, say
+        text = _name_of(type(value))
+    text = _PATH.sub('"a path"', text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]}.. [{_digest(text)[:12]}]"
+
+
+def _inside(own: Collection[int], value: Any) -> object:
+    """Returns what an object is made of that JSON does not know."""
+    kind = _name_of(type(value))
+    if isinstance(value, Tensor):
+        return form_of(value) if id(value) in own else _tensor_text(value)
+    if isinstance(value, bytes):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return sorted(_text(each, own) for each in cast("set[Any]", value))
+    if isinstance(value, PurePath) or kind.startswith(_OPAQUE) or kind == "torch.device":
+        return kind
+    if isinstance(value, nn.Module):
+        return [kind, {name: each for name, each in vars(value).items() if name not in _OWN}]
+    if isinstance(value, types.FunctionType):
+        kind = f"{value.__qualname__} {_code_digest(value.__code__)}"
+        return [kind, value.__defaults__, value.__kwdefaults__, *inspect.getclosurevars(value)[:1]]
+    if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
+        return _name_of(value)
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # it belongs to its process, as a lock does
+        return kind
+    parts = (reduced,) if isinstance(reduced, str) else reduced[1:]
+    return [kind, *(list(each) if isinstance(each, Iterator) else each for each in parts)]
 
 
 def _tensor_text(value: Tensor) -> str:
@@ -311,10 +281,11 @@ def _read(path: Path, package: str, modified: int, size: int) -> tuple[str, tupl
     """Returns the digest of a file of code, and the names that it may import."""
     content = path.read_bytes()
     try:
-        digest = _code_digest(compile(content, "", "exec", dont_inherit=True, optimize=2))
-        return digest, tuple(_imports(ast.parse(content), package))
+        tree = ast.parse(content)
     except (SyntaxError, ValueError):  # a compiled module
         return _digest(content), ()
+    code = compile(tree, "", "exec", dont_inherit=True, optimize=2)
+    return _code_digest(code), tuple(_imports(tree, package))
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
@@ -349,15 +320,8 @@ def _dynmo_version() -> str:
 def _code_digest(code: types.CodeType) -> str:
     """Returns a digest of what code does, wherever it stands in its file."""
 
-    def parts(code: types.CodeType) -> tuple[Any, ...]:
-        inner = [
-            parts(x)
-            if isinstance(x, types.CodeType)
-            else sorted(map(repr, cast("frozenset[Any]", x)))  # its order is the process's
-            if isinstance(x, frozenset)
-            else repr(x)
-            for x in code.co_consts
-        ]
-        return code.co_code, inner, code.co_names, code.co_freevars
+    def text(constant: Any) -> str:
+        return _code_digest(constant) if isinstance(constant, types.CodeType) else _text(constant)
 
-    return _digest(parts(code))[:12]
+    inner = [text(each) for each in code.co_consts]
+    return _digest((code.co_code, inner, code.co_names, code.co_freevars))[:12]
