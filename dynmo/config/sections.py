@@ -62,6 +62,11 @@ else:
 Cases: TypeAlias = Annotated[tuple[CaseName, ...], Lax, AfterValidator(_check_unique)]
 
 
+def _taken(options: type[Options], section: Options) -> dict[str, Any]:
+    """Returns the values of a section that belong to some options."""
+    return {key: getattr(section, key) for key in options.model_fields}
+
+
 def _has_samples(source: str) -> bool:
     return source.startswith(("jsonl:", "parquet:", "hf:", "python:"))
 
@@ -270,15 +275,10 @@ class Config(Options):
                 f'train.loss needs model.kind = "hf", not "{model.kind}"; a model of your own '
                 "returns its layers and its loss"
             )
-        share = train.global_batch // replicas
+        batch, of_replica = "train.global_batch", train.global_batch // replicas
         for part, part_key, whole, whole_key in (
-            (replicas, "parallel.replicas", train.global_batch, "train.global_batch"),
-            (
-                train.micro_batch,
-                "train.micro_batch",
-                share,
-                "train.global_batch / parallel.replicas",
-            ),
+            (replicas, "parallel.replicas", train.global_batch, batch),
+            (train.micro_batch, "train.micro_batch", of_replica, f"{batch} / parallel.replicas"),
         ):
             if whole % part:
                 near = nearest_divisors(part, whole)
@@ -338,7 +338,7 @@ class Config(Options):
         kind = _OWN_OPTIMIZERS.get(self.train.optimizer)
         if kind is None:
             return NamedOptimizer(name=self.train.optimizer, lr=self.train.lr)
-        given = {key: getattr(self.train, key) for key in kind.model_fields}
+        given = _taken(kind, self.train)
         return kind(**{key: value for key, value in given.items() if value is not None})
 
     def pipeline_arguments(self, **options: Any) -> dict[str, Any]:
@@ -351,24 +351,17 @@ class Config(Options):
 
     def _pipeline_options(self) -> dict[str, Any]:
         train, parallel = self.train, self.parallel
-        keys = {
-            key: getattr(section, key)
-            for options, section in (
-                (ScheduleOptions, self.pipeline),
-                (MeshOptions, parallel),
-                (TrainingOptions, train),
-            )
-            for key in options.model_fields
-        }
-        rate = {key: getattr(train, key) for key in LearningRate.model_fields}
-        return keys | {
+        return {
+            **_taken(ScheduleOptions, self.pipeline),
+            **_taken(MeshOptions, parallel),
+            **_taken(TrainingOptions, train),
             "pipeline": parallel.pipeline,
             "microbatches": self.microbatches,
             "micro_batch": train.micro_batch,
             "steps": train.steps if train.epochs is None else None,
             "seed": self.seed,
             "optimizer": self.optimizer,
-            "learning_rate": LearningRate(**rate),
+            "learning_rate": LearningRate(**_taken(LearningRate, train)),
             "balance": self.balance,
             "elastic": self.elastic,
             "peak_flops": self.metrics.peak_flops,

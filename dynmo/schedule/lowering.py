@@ -24,7 +24,7 @@ already, and both start again.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -215,10 +215,8 @@ def lower_forward(
         tuple(Op(Kind.F, s, j) for _, j, s in order if stage_ranks[s] == rank)
         for rank in range(ranks)
     )
-    return _programs(
-        Schedule("forward", microbatches, stage_ranks, rows, first_trainable=len(stage_ranks)),
-        varying,
-    )
+    schedule = Schedule("forward", microbatches, stage_ranks, rows, len(stage_ranks))
+    return _programs(schedule, varying)
 
 
 def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ...]:
@@ -234,7 +232,7 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
     targets = {(kind, source): stage for (kind, stage), source in sources.items()}
     taken = {key: _channel(schedule, key[0], source, key[1]) for key, source in sources.items()}
     given = {key: _channel(schedule, *key, target) for key, target in targets.items()}
-    programs: list[Program] = []
+    programs, m = list[Program](), schedule.microbatches
     for rank, row in enumerate(schedule.ops):
         instructions: list[Instruction] = []
         for op in row:
@@ -248,23 +246,30 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
                 instructions.append(Send(channel, op.stage, j))
         own = {c: d for c, d in depth.items() if rank in (c.source, c.target)}
         changing = frozenset(channel for channel in own if channel.boundary in varying)
-        programs.append(
-            Program(
-                rank,
-                schedule.stages_of(rank),
-                schedule.microbatches,
-                tuple(instructions),
-                own,
-                changing,
-            )
-        )
+        stages = schedule.stages_of(rank)
+        programs.append(Program(rank, stages, m, tuple(instructions), own, changing))
     check(tuple(programs))
     return tuple(programs)
 
 
-def check(programs: tuple[Program, ...]) -> None:
-    """Check the programs by a dry run with channels of their depths."""
-    _play([program.instructions for program in programs], _all_depths(programs))
+Rows = Sequence[Sequence[Instruction]]
+
+
+def check(programs: tuple[Program, ...], rows: Rows | None = None) -> None:
+    """Check the programs, or such rows instead, by a dry run with channels of their depths."""
+    rows = rows or [program.instructions for program in programs]
+    position, flight = _play(programs, rows)
+    for rank, (end, row) in enumerate(zip(position, rows, strict=True)):
+        if end < len(row):
+            waiting = row[end]
+            assert isinstance(waiting, Send | Receive)
+            raise ScheduleError(
+                f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on "
+                f"{describe(waiting.channel)}"
+            )
+    for channel, left in flight.items():
+        if left:
+            raise ScheduleError(f"{len(left)} messages on {describe(channel)} are never taken")
 
 
 def _channel(schedule: Schedule, kind: Kind, source: int, target: int) -> Channel | None:
@@ -309,7 +314,7 @@ def check_again(programs: tuple[Program, ...]) -> None:
                 row += [Receive(c, 0, j) for c, sent, taken in begun for j in range(taken, sent)]
                 row += head
             rows.append([*row, *tail])
-        _play(rows, _all_depths(programs))
+        check(programs, rows)
 
 
 def _passes(hops: Iterable[tuple[int, int]], direction: Direction, rank: int) -> list[Instruction]:
@@ -338,9 +343,7 @@ def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     Every rank runs as far as it gets while no rank runs a B or a W. Its verdict stands there.
     """
     rows = [program.instructions for program in programs]
-    position = _play(
-        rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F
-    )
+    position, _ = _play(programs, rows, runs_backward=False)
     heads = [i for row, end in zip(rows, position, strict=True) for i in row[:end]]
     sent = Counter(i.channel for i in heads if isinstance(i, Send))
     taken = Counter(i.channel for i in heads if isinstance(i, Receive))
@@ -351,19 +354,14 @@ def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     return tuple(out)
 
 
-def _all_depths(programs: tuple[Program, ...]) -> dict[Channel, int]:
-    return {channel: depth for program in programs for channel, depth in program.depth.items()}
-
-
 def _play(
-    rows: Sequence[Sequence[Instruction]],
-    depth: dict[Channel, int],
-    stops: Callable[[Instruction], bool] | None = None,
-) -> list[int]:
-    """Run every rank to the end, or as far as it gets without an instruction that `stops`.
+    programs: tuple[Program, ...], rows: Rows, runs_backward: bool = True
+) -> tuple[list[int], dict[Channel, deque[int]]]:
+    """Run every rank as far as it gets, with channels of the programs' depths.
 
-    Depths limit channels. Returns how far each rank got.
+    Returns how far each rank got, and the messages that are then on their way.
     """
+    depth = {channel: depth for program in programs for channel, depth in program.depth.items()}
     position = [0] * len(rows)
     flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True
@@ -372,9 +370,10 @@ def _play(
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 instruction = row[position[rank]]
-                if stops and stops(instruction):
-                    break
-                if isinstance(instruction, Send):
+                if isinstance(instruction, Compute):
+                    if instruction.op.kind is not Kind.F and not runs_backward:
+                        break
+                elif isinstance(instruction, Send):
                     waiting = flight[instruction.channel]
                     if len(waiting) >= depth.get(instruction.channel, len(waiting) + 1):
                         break
@@ -390,20 +389,7 @@ def _play(
                         )
                 position[rank] += 1
                 moved = True
-    if stops:
-        return position
-    for rank, (end, row) in enumerate(zip(position, rows, strict=True)):
-        if end < len(row):
-            waiting = row[end]
-            assert isinstance(waiting, Send | Receive)
-            raise ScheduleError(
-                f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on "
-                f"{describe(waiting.channel)}"
-            )
-    for channel, left in flight.items():
-        if left:
-            raise ScheduleError(f"{len(left)} messages on {describe(channel)} are never taken")
-    return position
+    return position, flight
 
 
 def describe(channel: Channel) -> str:
