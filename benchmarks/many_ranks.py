@@ -344,8 +344,8 @@ def of_one_rank(mesh: Mesh, rounds: int) -> dict[str, Taken]:
             "ranks",
             elastic=Elastic(repack=True),
             replicas=now.mesh.fewer_replicas(mesh.replicas),
-            there=mesh.size,
-            most=mesh.size,
+            available_ranks=mesh.size,
+            most_ranks=mesh.size,
         ),
     }
     replicas = (mesh.replicas, 2 * mesh.replicas)

@@ -30,7 +30,7 @@ from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
     MeshOptions,
     PipelineOptions,
-    ScheduleOptions,
+    StepScheduleOptions,
     TrainingOptions,
     WorldOptions,
     grouped,
@@ -247,7 +247,7 @@ class Config(Options):
     """The training loop, the optimizer and the precision."""
     parallel: ParallelSection = ParallelSection()
     """The mesh of ranks, and the devices that they use."""
-    pipeline: ScheduleOptions = ScheduleOptions()
+    pipeline: StepScheduleOptions = StepScheduleOptions()
     """The schedule of a step and its memory."""
     balance: Balance = Balance()
     """Decides where layers live: by which algorithm, by which cost and how often."""
@@ -352,7 +352,7 @@ class Config(Options):
     def _pipeline_options(self) -> dict[str, Any]:
         train, parallel = self.train, self.parallel
         return {
-            **_taken(ScheduleOptions, self.pipeline),
+            **_taken(StepScheduleOptions, self.pipeline),
             **_taken(MeshOptions, parallel),
             **_taken(TrainingOptions, train),
             "pipeline": parallel.pipeline,

@@ -206,7 +206,7 @@ class Elasticity:
         available = size + self._newcomers_waiting()
         nodes = _nodes(self._places())
         rules = rules_of(self.options, self._pipeline, "ranks")
-        rules = replace(rules, there=available, most=self._most_ranks)
+        rules = replace(rules, available_ranks=available, most_ranks=self._most_ranks)
         decision = self._rebalancer.decide(step, rules, nodes, self.reference)
         if decision.refusal is not None:  # the wish cannot be met with the present layers
             self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {decision.refusal}"))

@@ -117,7 +117,7 @@ class _Validation(Options):
     update without copies and is approximate."""
 
 
-class ScheduleOptions(_Validation, _Stages):
+class StepScheduleOptions(_Validation, _Stages):
     """The schedule of a step and its memory."""
 
     schedule: ScheduleName = "zb-auto"
@@ -214,7 +214,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-class PipelineOptions(ScheduleOptions, MeshOptions, TrainingOptions):
+class PipelineOptions(StepScheduleOptions, MeshOptions, TrainingOptions):
     """All options of a pipeline."""
 
     of: ClassVar[str] = "Pipeline"

@@ -19,7 +19,7 @@ from dynmo.counterparts import check_names
 from dynmo.errors import ConfigError, DynmoError
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
-from dynmo.pipeline.options import RECORDS, ScheduleOptions
+from dynmo.pipeline.options import RECORDS, StepScheduleOptions
 from dynmo.runtime.comm.meeting import Meeting, meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
 
@@ -40,7 +40,7 @@ MOVED = {
 
 _OF_INIT = re.compile(r"\bparallel\.((?:setup_)?timeout|threads|device|backend)\b")
 _OF_PIPELINE = re.compile(
-    rf"\b(?:train|parallel|pipeline(?=\.(?:{'|'.join(ScheduleOptions.model_fields)})\b))\.([a-z]\w*)"
+    rf"\b(?:train|parallel|pipeline(?=\.(?:{'|'.join(StepScheduleOptions.model_fields)})\b))\.([a-z]\w*)"
 )
 # Options that are in a record of `Pipeline`.
 _IN_RECORDS = {key: kind.__name__ for kind in RECORDS.values() for key in kind.model_fields}

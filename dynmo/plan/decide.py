@@ -171,8 +171,10 @@ class _Meshes(Remeshed):
         best = max(plans, key=net)
         if best.mesh == self.now.mesh:
             return Decision(self.now, _NOTHING)
-        there, back = self.arrival(self.now, best, ranks), self.arrival(best, self.now, ranks)
-        return Decision(best, self.compare(best, there, back, lambda plan: plan.seconds))
+        price, price_back = (
+            self.arrival(old, new, ranks) for old, new in ((self.now, best), (best, self.now))
+        )
+        return Decision(best, self.compare(best, price, price_back, lambda plan: plan.seconds))
 
 
 # -- records of a run ------------------------------------------------------------------------------

@@ -69,15 +69,15 @@ class Change:
     """What a change costs, and what it must bring.
 
     Attributes:
-        there: Price of the change, in `unit`.
-        back: Price of the way back.
+        price: What the change costs, in `unit`.
+        price_back: What the way back costs.
         margin: Multiplies the price, because predictions are better than what follows.
         hysteresis: The least relative gain. Noise of a percent must not move layers to and fro.
         what: The change in words. Empty: the seconds of a step.
     """
 
-    there: float
-    back: float
+    price: float
+    price_back: float
     margin: float = 1.5
     hysteresis: float = 0.02
     unit: str = "s"
@@ -101,7 +101,7 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
 
     Only as many intervals are looked at as it takes to repay the change and the way back.
     """
-    both = (change.there + change.back) * change.margin
+    both = (change.price + change.price_back) * change.margin
     first, steps, saved, before = (0.0, 0.0), 0, 0.0, 0.0
     turn: int | None = None
     more = ""
@@ -121,7 +121,7 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
     now, then = first
     gain = gain_of(now, then)
     what = change.what or f"a step takes {now:.4g} s and would take {then:.4g} s"
-    stay = Verdict(False, gain, f"stay: {what}, no gain", price=change.there)
+    stay = Verdict(False, gain, f"stay: {what}, no gain", price=change.price)
     if not steps:
         return stay
     if turn is not None and steps < SOON:
@@ -131,7 +131,7 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
     if share < change.hysteresis:
         least = f"a gain of {share:.2%} under the {change.hysteresis:.2%} that counts"
         return replace(stay, reason=f"stay: {what}, {least}")
-    price = change.there if turn is None else change.there + change.back
+    price = change.price if turn is None else change.price + change.price_back
     sums = (
         f"{saved:.4g} {change.unit} saved over {more}{_steps(steps)}"
         if steps < ENDLESS
@@ -141,7 +141,7 @@ def pays(change: Change, intervals: Iterable[Interval], seconds: Seconds) -> Ver
     until = "" if turn is None else f", until the change expected at step {turn}, and then back"
     is_worth = saved > price * change.margin
     act = "move" if is_worth else "stay"
-    return Verdict(is_worth, gain, f"{act}: {what}, {sums}{until}", price=change.there)
+    return Verdict(is_worth, gain, f"{act}: {what}, {sums}{until}", price=change.price)
 
 
 def gain_of(now: float, then: float) -> float:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field
 
 from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Forecast, LayerCost
@@ -211,8 +213,8 @@ class Rules:
         schedules: Schedules that may take the present one's place. Empty: it stays.
         replicas: The numbers of replicas that another mesh may have.
         sizes: The samples of a microbatch that it may have. Empty: as now.
-        there: Number of ranks, newcomers included.
-        most: The largest number of ranks that the run has had.
+        available_ranks: Number of ranks, newcomers included.
+        most_ranks: The largest number of ranks that the run has had.
     """
 
     kind: Kind = "placement"
@@ -221,8 +223,11 @@ class Rules:
     schedules: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
-    there: int = 1
-    most: int = 1
+    # Records of earlier versions have the second names.
+    available_ranks: Annotated[
+        int, Field(validation_alias=AliasChoices("available_ranks", "there"))
+    ] = 1
+    most_ranks: Annotated[int, Field(validation_alias=AliasChoices("most_ranks", "most"))] = 1
 
 
 @dataclass(frozen=True)

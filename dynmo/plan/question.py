@@ -56,11 +56,11 @@ class Question:
         self.rules, self.readings = rules, readings
 
     def compare(
-        self, plan: Plan, there: float, back: float, seconds: Callable[[Plan], float]
+        self, plan: Plan, price: float, price_back: float, seconds: Callable[[Plan], float]
     ) -> Verdict:
         """Compares a step with one as it is now. Each half of the readings must say the same."""
         balance, readings = self.rules.balance, self.readings
-        change = Change(there, back, balance.margin, balance.hysteresis * readings.doubt)
+        change = Change(price, price_back, balance.margin, balance.hysteresis * readings.doubt)
 
         def verdict(problem: Problem) -> Verdict:
             return pays(change, intervals(problem), both)

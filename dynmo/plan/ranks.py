@@ -43,45 +43,45 @@ class RankQuestion(Remeshed):
     def __init__(self, problem: Problem, now: Plan, rules: Rules, readings: Readings) -> None:
         super().__init__(problem, now, rules, readings)
         self.known: dict[Layers, RankOptions] = {}
-        self.least = self.most = self.size
+        self.least_ranks = self.most_ranks = self.size
         self.limit = math.inf
         self.best_now = 0.0
 
     def decide(self) -> Decision:
-        elastic, there = self.rules.elastic, max(self.rules.there, self.size)
+        elastic, available = self.rules.elastic, max(self.rules.available_ranks, self.size)
         reference = self.readings.reference
         if reference is None:
             reference = self.best_here(self.problem.layers)
         if elastic.target_ranks is not None:
             wanted = elastic.target_ranks
-            plan, verdict = self.to_target(wanted, there)
+            plan, verdict = self.to_target(wanted, available)
         elif elastic.algorithm != "fewest":
             plan, verdict = merge(self.now, elastic)
             wanted = plan.mesh.gpus
         else:
-            self.limit, self.most = 0.0, there  # the fastest
+            self.limit, self.most_ranks = 0.0, available  # the fastest
             if elastic.repack:
-                self.least = min(elastic.min_ranks, self.size)
+                self.least_ranks = min(elastic.min_ranks, self.size)
                 self.limit = reference * (1 + elastic.tolerance)
-                self.most = max(self.rules.most, there)
+                self.most_ranks = max(self.rules.most_ranks, available)
             plan, verdict = self.confirmed()
             wanted = plan.mesh.gpus if verdict.pays else self.size
-            if wanted > there:
-                self.most = there
+            if wanted > available:
+                self.most_ranks = available
                 plan, verdict = self.confirmed()
         return Decision(plan, verdict, ranks=wanted, reference=reference)
 
-    def to_target(self, target: int, most: int) -> tuple[Plan, Verdict]:
+    def to_target(self, target: int, available: int) -> tuple[Plan, Verdict]:
         self.best_now = self.best_here(self.problem.layers)
         stay = ""
         if target == self.size:
             stay = f"stay: the run has its target of {_ranks(target)}"
-        elif target > most:
-            stay = f"stay: the target is {_ranks(target)}, and 1 to {_ranks(most)} are allowed"
+        elif target > available:
+            stay = f"stay: the target is {_ranks(target)}, and 1 to {_ranks(available)} are allowed"
         if stay:
             return self.now, Verdict(False, 0.0, stay)
         try:
-            plan = self.optionsplan_at(self.problem.layers).plan(target)
+            plan = self.options_at(self.problem.layers).plan(target)
         except NoMeshFitsError as error:
             raise _no_room(error) from None
         reason = f"the target is {_ranks(target)}; {self.compared(plan)}"
@@ -114,16 +114,14 @@ class RankQuestion(Remeshed):
 
     def candidates(self) -> Iterator[Plan]:
         """The fewest ranks that are fast enough, and on. Then more ranks, if these are too slow."""
-        options, least_gain = (
-            self.optionsplan_at(self.problem.layers),
-            1 + self.rules.balance.hysteresis,
-        )
-        for ranks in range(self.least, self.size):
+        options = self.options_at(self.problem.layers)
+        least_gain = 1 + self.rules.balance.hysteresis
+        for ranks in range(self.least_ranks, self.size):
             plan = options.find(ranks, self.limit / least_gain)
             if plan is not None:
                 yield plan
         if self.best_now > self.limit * least_gain:
-            larger = range(self.size + 1, self.most + 1)
+            larger = range(self.size + 1, self.most_ranks + 1)
             plan = options.fewest(larger, self.limit) or options.fastest(larger)
             if plan is not None and plan.seconds * least_gain < self.best_now:
                 yield plan
@@ -136,7 +134,7 @@ class RankQuestion(Remeshed):
         shrinks, weight = ranks < self.size, self.size if ranks < self.size else 1
 
         def seconds(layers: Layers) -> tuple[float, float] | None:
-            options = self.optionsplan_at(layers)
+            options = self.options_at(layers)
             if shrinks:
                 then = options.find(ranks, limit)
                 return then and (self.size * then.seconds, ranks * then.seconds)
@@ -144,16 +142,16 @@ class RankQuestion(Remeshed):
             then = options.find(ranks, here) if here > limit else None
             return then and (here, then.seconds)
 
-        there, back = (weight * (self.readings.pause + x) for x in self.arrivals(plan))
+        price, price_back = (weight * (self.readings.pause + x) for x in self.arrivals(plan))
         balance, unit = self.rules.balance, "GPU-seconds" if shrinks else "s"
-        change = Change(there, back, balance.margin, 0.0, unit, self.compared(plan))
+        change = Change(price, price_back, balance.margin, 0.0, unit, self.compared(plan))
         verdict = pays(change, intervals(self.problem), seconds)
         beaten = limit if shrinks else self.best_now
         lead = 1.0 if math.isinf(beaten) else gain_of(beaten, plan.seconds)
         gain, reason = gain_of(self.now.seconds, plan.seconds), verdict.reason
         return replace(verdict, gain=gain, reason=reason.removeprefix("move: "), lead=lead)
 
-    def optionsplan_at(self, layers: Layers) -> RankOptions:
+    def options_at(self, layers: Layers) -> RankOptions:
         """The meshes at other costs. Expected costs get a quick search only."""
         if layers not in self.known:
             problem = at(self.problem, layers)
@@ -167,7 +165,7 @@ class RankQuestion(Remeshed):
         The whole search runs only if the quick one is too slow, because growing depends on that. It
         also runs if there is no limit, because the reference is this figure then.
         """
-        options, stay = self.optionsplan_at(layers), plan_at(self.now, layers).seconds
+        options, stay = self.options_at(layers), plan_at(self.now, layers).seconds
         try:
             best = min(stay, options.plan(self.size, quick=True).seconds)
             enough = self.limit * (1 + self.rules.balance.hysteresis)
@@ -183,8 +181,8 @@ class RankQuestion(Remeshed):
         kept = kept_ranks(self.problem.machines or ("",) * now, min(now, ranks))
         places = {rank: place for place, rank in enumerate(kept)}
         returned = [places.get(rank) for rank in range(now)]
-        there = self.arrival(self.now, plan, [*kept, *[None] * (ranks - len(kept))])
-        return there, self.arrival(plan, self.now, returned)
+        origins = [*kept, *[None] * (ranks - len(kept))]
+        return self.arrival(self.now, plan, origins), self.arrival(plan, self.now, returned)
 
     # -- answers -----------------------------------------------------------------------------------
 

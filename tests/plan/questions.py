@@ -33,7 +33,7 @@ def question(layers: tuple[LayerCost, ...], mesh: Mesh, partition: Partition, **
     profile = record(Profile, layers=layers, names=names, links=link, **size)
     work = record(Work, objective=Objective.MAKESPAN, accumulation_groups=1, step=50, end=100)
     problem = record(Problem, profile=profile, work=work, bandwidth=1e9)
-    rules = record(Rules, there=mesh.gpus, most=mesh.gpus)
+    rules = record(Rules, available_ranks=mesh.gpus, most_ranks=mesh.gpus)
     readings = record(Readings, halves=(layers, layers), scheduled=layers)
     assert taken == known.keys()
     return DecisionRecord(problem, Choice(mesh, partition), rules, readings, {})

@@ -18,7 +18,7 @@ from dynmo.plan.decide import Decision, DecisionRecord, read_records
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import MeshRule, Partition
-from dynmo.plan.problem import Choice, Mesh
+from dynmo.plan.problem import Choice, Mesh, Rules
 from dynmo.plan.replay import question as known_at
 from dynmo.plan.replay import replay
 from dynmo.plan.workload import LayerSection, Moment, Policy, Workload
@@ -350,6 +350,14 @@ def test_decisions_in_a_row_that_change_nothing_are_written_once(tmp_path: Path)
         log.record_decisions(records)
     log.close()
     assert list(read_records(tmp_path / "decisions.jsonl")) == [stay, mesh, move, stay]
+
+
+def test_names_of_earlier_records_are_read() -> None:
+    rules = Rules("ranks", available_ranks=3, most_ranks=4)
+    written = replace(record(), rules=rules)
+    text = written.to_text().replace("available_ranks", "there").replace("most_ranks", "most")
+    assert '"there":3,"most":4' in text
+    assert DecisionRecord.from_text(text) == written
 
 
 def test_a_change_is_decided_again_from_its_record() -> None:

@@ -32,7 +32,13 @@ def ask(
     elastic |= {key: given.pop(key) for key in Elastic.model_fields.keys() & given.keys()}
     balance = {"margin": 1.5, "hysteresis": given.pop("hysteresis", 0.02)}
     layers = tuple(LayerCost(x, x, x, 1, 10, 10, 20) for x in weights)
-    base = {"kind": "ranks", "step": 0, "there": most, "most": most, "replicas": REPLICAS}
+    base = {
+        "kind": "ranks",
+        "step": 0,
+        "available_ranks": most,
+        "most_ranks": most,
+        "replicas": REPLICAS,
+    }
     base |= {"elastic": Elastic(**elastic), "balance": Balance(**balance), "reference": limit}
     base |= {"links": (((0, 1), LinkCost(0.0, 100.0)),), "bandwidth": 100.0}
     base |= {"accumulation_groups": None, "seconds_per_byte": 0.0, "objective": "span"}
@@ -83,7 +89,7 @@ def test_choice_equals_a_search_of_all_rank_counts(asked: DecisionRecord):
     ranks, limit = asked.now.mesh.gpus, asked.readings.reference
     assert limit is not None
     rules, decision = asked.rules, asked.again()
-    least, most = min(rules.elastic.min_ranks, ranks), rules.most
+    least, most = min(rules.elastic.min_ranks, ranks), rules.most_ranks
     assert asked.again() == decision
     assert decision.reference == limit
     mesh, verdict = decision.plan.mesh, decision.verdict
@@ -160,14 +166,14 @@ def test_run_grows_to_the_fastest_ranks_if_all_are_too_slow() -> None:
     assert not stay.verdict.pays
     assert "no allowed number of ranks" in stay.verdict.reason
     # Ranks that are not there are wished for. The run takes those that are.
-    wish = ask(ONES, 2, 0.1, there=3).again()
+    wish = ask(ONES, 2, 0.1, available_ranks=3).again()
     assert (wish.ranks, wish.plan.mesh.gpus) == (fastest[1], 3)
 
 
 def test_newcomers_are_taken_if_they_make_the_run_faster() -> None:
     plain = {"repack": False, "most": 8}
-    assert goes_to(ask(ONES, 2, 9e9, there=4, **plain)) == 4
-    assert goes_to(ask(ONES, 2, 9e9, there=2, **plain)) == 2
+    assert goes_to(ask(ONES, 2, 9e9, available_ranks=4, **plain)) == 4
+    assert goes_to(ask(ONES, 2, 9e9, available_ranks=2, **plain)) == 2
 
 
 def test_growth_compares_with_the_best_current_placement() -> None:
