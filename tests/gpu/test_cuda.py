@@ -17,7 +17,12 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.stage import FrozenPrefix
-from dynmo.runtime.optim.gradient_reduction import drop_missing, reduce_gradients, shares_of
+from dynmo.runtime.optim.gradient_reduction import (
+    buckets,
+    drop_missing,
+    reduce_bucket,
+    shares_of,
+)
 from tests.gpu.one_rank import trained
 
 CONFIG = {
@@ -121,7 +126,8 @@ def test_reduction_does_not_block_the_host() -> None:
     peers = Meeting(0, 1, torch.device("cuda", 0), 5.0, 0, SignedStore(dist.HashStore()))
     torch.cuda.set_sync_debug_mode("error")
     with torch.no_grad():
-        missing = reduce_gradients(peers, 0, shares_of(module, frozenset(), 1), everywhere=True)
+        (bucket,) = buckets(shares_of(module, frozenset(), 1), 1 << 20)
+        missing = reduce_bucket(peers, bucket, everywhere=True, what="gradients")
     torch.cuda.set_sync_debug_mode("default")
     drop_missing(missing)
     assert torch.equal(first.grad, expected)

@@ -117,7 +117,7 @@ class Sharers:
 
     def _exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
         if not self.world.enqueues:
-            return self.world.exchange(parts, sizes, what)
+            return self.world.exchange([[part] for part in parts], sizes, what)
         # The executor looks at the waits of its pipeline.
         with self._pipeline.waits.around(self.world.device, None, what):
-            return self.world.exchange(parts, sizes, what)
+            return self.world.exchange([[part] for part in parts], sizes, what)

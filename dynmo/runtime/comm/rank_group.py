@@ -312,26 +312,32 @@ class RankGroup:
         tag = TAG_SUMS + bool(self.subgroups)
         return Tree(self.group, ranks, self.rank, tag, timedelta(seconds=self.timeout))
 
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Sends a tensor to every rank, and receives one from every rank.
+    def exchange(
+        self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], what: str
+    ) -> list[Tensor]:
+        """Sends tensors to every rank, and receives a tensor from every rank.
 
         Args:
-            parts: Tensor for each rank. Flat tensors of one type.
+            parts: Tensors for each rank. Flat tensors of one type, at least one.
             sizes: Number of elements that each rank sends here.
         """
         if self.size == 1:
-            return list(parts)
+            return [torch.cat(list(parts[0]))]
         self._check_groups()
-        sent = torch.cat(list(parts))
+        sent = torch.cat([tensor for part in parts for tensor in part])
         sent = sent.cpu() if self.staged else sent
         out = sent.new_empty(sum(sizes))
         try:
             dist.all_to_all_single(
-                out, sent, list(sizes), [part.numel() for part in parts], group=self.process_group
+                out,
+                sent,
+                list(sizes),
+                [sum(tensor.numel() for tensor in part) for part in parts],
+                group=self.process_group,
             )
         except RuntimeError as error:
             self.fail(error, None, what)
-        return list(out.to(parts[0].device).split(list(sizes)))
+        return list(out.to(parts[0][0].device).split(list(sizes)))
 
     def barrier(self, what: str) -> None:
         """Waits until all ranks of all replicas are here."""

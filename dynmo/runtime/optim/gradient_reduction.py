@@ -23,59 +23,72 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import gradient_dtype, zero_gradient
-from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
+from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.accumulation import tree_sum
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, fold_blocks, share_ranges
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
-_Share = TypeVar("_Share", bound="Shared")
-
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter of a layer that all replicas have.
+    """A weight of a layer that several replicas hold.
 
     Attributes:
+        parameter: One like it, if this replica does not hold it.
         ranges: Range of its elements in each replica's share.
+        sources: Replicas whose rows each replica computes, by replica. Empty: the replica does not
+            hold the weight.
         owned: Whether this layer's optimizer updates it.
+        gradients: Parameters with the gradients of rows computed here, by replica of the rows. The
+            default is `parameter`.
     """
 
     name: str
     parameter: nn.Parameter
     ranges: tuple[tuple[int, int], ...]
-    owned: bool
+    sources: tuple[tuple[int, ...], ...]
+    owned: bool = True
+    gradients: Mapping[int, nn.Parameter] = field(default_factory=dict)
 
     def length(self, replica: int) -> int:
         low, high = self.ranges[replica]
         return high - low
 
+    def rows(self, replica: int) -> dict[int, nn.Parameter]:
+        """Returns the parameters whose gradients this replica has computed, by source."""
+        return {
+            source: self.gradients.get(source, self.parameter) for source in self.sources[replica]
+        }
+
+    @property
+    def holders(self) -> int:
+        return sum(map(bool, self.sources))
+
 
 def shares_of(
     module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
 ) -> list[Shared]:
-    """Cuts a layer into shares, as its optimizer does."""
+    """Cuts a layer that all replicas hold into shares, as its optimizer does."""
     named = {name: p for name, p in module.named_parameters() if name not in undivided}
     owned = [name for name in named if name not in shared]
+    sources = tuple((replica,) for replica in range(replicas))
     out: list[Shared] = []
     for group in (owned, *([name] for name in named if name in shared)):
         cuts = [
             share_ranges([named[name].numel() for name in group], Share(replica, replicas))
             for replica in range(replicas)
         ]
-        out += [
-            Shared(name, named[name], tuple(ranges[i] for ranges in cuts), group is owned)
-            for i, name in enumerate(group)
-        ]
+        for name, *ranges in zip(group, *cuts, strict=True):
+            out.append(Shared(name, named[name], tuple(ranges), sources, group is owned))
     return out
 
 
@@ -151,19 +164,48 @@ class Reducer:
         self._finish()
 
 
+# -- sums ------------------------------------------------------------------------------------------
+#
+#     weight 3 on replica 0                  replica 0   gradients of the rows of replicas 0, 1
+#     weight 3 on replica 2 (other group)    replica 2   gradients of the rows of replicas 2, 3
+#                                            both        the sum, as a tree over replicas 0, 1, 2, 3
+#
+# Each replica's rows have a gradient of their own, wherever they were computed. So the sums have
+# the same bits for every placement of the weights. Most weights are on all replicas, which compute
+# their own rows.
+
+
 def reduce_gradients(
     peers: RankGroup,
     layer: int,
-    shares: Sequence[Shared],
-    everywhere: bool,
+    weights: Sequence[Shared],
+    everywhere: bool = True,
     bucket: int = REDUCED_AT_ONCE,
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums one layer's gradients over the peers, in place."""
-    return [
-        pair
-        for group in buckets(shares, bucket)
-        for pair in _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
-    ]
+    """Sums the gradients of a layer's weights over the peers, in place.
+
+    Args:
+        everywhere: Whether all holders get the sums. If not, each gets those of its own share.
+
+    Returns:
+        The parameters without a gradient here, and whether any replica has one.
+    """
+    for weight in weights:
+        if weight.holders == 1 and weight.sources[peers.rank] and weight.parameter.requires_grad:
+            rows = [(source, p.grad) for source, p in weight.rows(peers.rank).items()]
+            weight.parameter.grad = tree_sum(rows, peers.size)
+    several = [weight for weight in weights if weight.holders > 1]
+    # A holder sends a row for each replica that it computes.
+    most_rows = max((len(sources) for weight in several for sources in weight.sources), default=1)
+    what = f"the gradients of layer {layer}"
+    missing: list[tuple[nn.Parameter, Tensor]] = []
+    for group in buckets(several, bucket // most_rows):
+        missing += reduce_bucket(peers, group, everywhere, what)
+    for weight in weights:
+        for parameter in weight.gradients.values():
+            if parameter is not weight.parameter:
+                parameter.grad = None
+    return missing
 
 
 def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
@@ -173,28 +215,64 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
             parameter.grad = None
 
 
-def _reduce(
-    peers: RankGroup, group: Sequence[Shared], everywhere: bool, what: str
+def reduce_bucket(
+    peers: RankGroup, weights: Sequence[Shared], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Reduces one bucket. Returns gradients missing here, and whether any has them."""
-    absent = [s.parameter.grad is None for s in group]
-    flats = [flat_gradient(s.parameter) for s in group]
-    # Not from a list, which on CUDA the host would wait for.
-    flags = flats[0].new_ones(len(group))
-    for i, none in enumerate(absent):
-        if none:
-            flags[i].zero_()
-    parts = [torch.cat([*_ranges(group, flats, replica), flags]) for replica in range(peers.size)]
-    rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
-    del parts
-    total = tree_sum(enumerate(rows), peers.size)
-    assert total is not None
-    sums, present = total.split([total.numel() - len(group), len(group)])
+    """Reduces one bucket, as `reduce_gradients` does.
+
+    A flag behind each row of gradients says whether the row is there.
+    """
+    me, replicas, like = peers.rank, range(peers.size), weights[0].parameter
+    empty = torch.empty(0, dtype=gradient_dtype(like), device=like.device)
+    held = [weight for weight in weights if weight.sources[me]]
+    absent = [all(p.grad is None for p in weight.rows(me).values()) for weight in held]
+    # A flag is filled in: on CUDA the host would wait for one from a list.
+    rows = [
+        (weight, empty.new_full((1,), p.grad is not None), flat_gradient(p))
+        for weight in held
+        for p in weight.rows(me).values()
+    ]
+    parts = [
+        [
+            empty,
+            *(
+                piece
+                for weight, flag, flat in rows
+                if weight.sources[replica]
+                for piece in (flat[slice(*weight.ranges[replica])], flag)
+            ),
+        ]
+        for replica in replicas
+    ]
+    # A row and its flag for each replica whose rows the sender computes.
+    sizes = [sum((w.length(me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
+    sums = _sums(held, peers.exchange(parts, sizes, what), me)
+    flats = [flat_gradient(weight.parameter) for weight in held]
+    own = [total[:-1] for total in sums]
     if everywhere:
-        gather_shares(peers, group, flats, sums, what)
+        pairs = list(zip(held, own, strict=True))
+        parts = [[empty, *(share for w, share in pairs if w.sources[i])] for i in replicas]
+        _gather(peers, held, flats, parts, what)
     else:
-        _write(group, flats, peers.rank, sums)
-    return [(s.parameter, present[i].clone()) for i, s in enumerate(group) if absent[i]]
+        _write(held, flats, me, own)
+    missing = zip(held, sums, absent, strict=True)
+    return [
+        (weight.parameter, total[-1].clone()) for weight, total, is_absent in missing if is_absent
+    ]
+
+
+def _sums(weights: Sequence[Shared], arrived: Sequence[Tensor], me: int) -> list[Tensor]:
+    """Returns the sum over this replica's range of each weight, with the sum of the flags."""
+    rows: list[dict[int, Tensor]] = [{} for _ in weights]
+    for replica, received in enumerate(arrived):
+        start = 0
+        for weight, by_source in zip(weights, rows, strict=True):
+            for source in weight.sources[replica]:
+                end = start + weight.length(me) + 1
+                by_source[source], start = received[start:end], end
+    totals = (tree_sum(sorted(by_source.items()), len(arrived)) for by_source in rows)
+    # Every replica's rows are computed somewhere.
+    return [total for total in totals if total is not None]
 
 
 def gather_parameters(
@@ -203,26 +281,22 @@ def gather_parameters(
     """Gives all replicas every replica's share of one layer's parameters."""
     for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
-        gather_shares(
-            peers,
-            group,
-            flats,
-            torch.cat(_ranges(group, flats, peers.rank)),
-            f"the parameters of layer {layer}",
-        )
+        own = _ranges(group, flats, peers.rank)
+        _gather(peers, group, flats, [own] * peers.size, f"the parameters of layer {layer}")
 
 
-def gather_shares(
+def _gather(
     peers: RankGroup,
-    shares: Sequence[Shared],
+    weights: Sequence[Shared],
     flats: Sequence[Tensor],
-    own_share: Tensor,
+    parts: Sequence[Sequence[Tensor]],
     what: str,
 ) -> None:
-    """Fills in the flats from the shares of all replicas."""
-    sizes = [sum(s.length(replica) for s in shares) for replica in range(peers.size)]
-    for replica, values in enumerate(peers.exchange([own_share] * peers.size, sizes, what)):
-        _write(shares, flats, replica, values)
+    """Fills in the weights' flats from the shares of all holders."""
+    sizes = [sum(weight.length(i) for weight in weights) for i in range(peers.size)]
+    for replica, received in enumerate(peers.exchange(parts, sizes, what)):
+        lengths = [weight.length(replica) for weight in weights]
+        _write(weights, flats, replica, received.split(lengths))
 
 
 def squared_norms(peers: RankGroup, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
@@ -247,9 +321,9 @@ def _blocks(shared: Shared) -> int:
     return -(-shared.parameter.numel() // NORM_BLOCK)
 
 
-def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
+def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
     """Groups parameters that train by dtype. A bucket takes a part of every share."""
-    groups: dict[torch.dtype, list[_Share]] = {}
+    groups: dict[torch.dtype, list[Shared]] = {}
     for s in shares:
         if s.parameter.requires_grad:
             groups.setdefault(s.parameter.dtype, []).append(s)
@@ -260,7 +334,7 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
         # Gradients are float32 if parameters are of lower precision.
         step = max(1, size // max(4, dtype.itemsize) // replicas)
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
-            bucket: list[_Share] = []
+            bucket: list[Shared] = []
             for k, s in enumerate(group):
                 ranges: list[tuple[int, int]] = []
                 for (low, high), share in zip(s.ranges, starts, strict=True):
@@ -289,119 +363,8 @@ def _ranges(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> 
     return [flat[slice(*s.ranges[replica])] for s, flat in zip(shares, flats, strict=True)]
 
 
-def _write(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, values: Tensor) -> None:
-    start = 0
-    for target in _ranges(shares, flats, replica):
-        target.copy_(values[start : start + target.numel()])
-        start += target.numel()
-
-
-# -- weights that are spread over replicas ---------------------------------------------------------
-#
-#     weight 3 on replica 0                  replica 0   gradients of the rows of replicas 0, 1
-#     weight 3 on replica 2 (other group)    replica 2   gradients of the rows of replicas 2, 3
-#                                            both        the sum, as a tree over replicas 0, 1, 2, 3
-#
-# Each replica's rows have a gradient of their own, wherever they were computed. So the sums have
-# the same bits for every placement of the weights, and for weights that are not spread.
-
-
-@dataclass(frozen=True)
-class SpreadWeight(Shared):
-    """A weight that some of the replicas hold.
-
-    Attributes:
-        held: Whether this replica holds it. If not, `parameter` is one like it.
-        gradients: Parameters with the gradients of rows computed here, by replica of the rows.
-        sources: Replicas whose rows each replica computes, by replica. Empty: the replica does not
-            hold the weight.
-    """
-
-    held: bool
-    gradients: Mapping[int, nn.Parameter]
-    sources: tuple[tuple[int, ...], ...]
-
-    @property
-    def holders(self) -> int:
-        return sum(map(bool, self.sources))
-
-
-def reduce_spread(
-    peers: RankGroup, layer: int, weights: Sequence[SpreadWeight], bucket: int = REDUCED_AT_ONCE
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Sums the gradients of a layer's spread weights over the peers, in place, for all holders."""
-    for weight in weights:
-        if weight.holders == 1 and weight.held and weight.parameter.requires_grad:
-            rows = [(source, p.grad) for source, p in sorted(weight.gradients.items())]
-            weight.parameter.grad = tree_sum(rows, peers.size)
-    missing: list[tuple[nn.Parameter, Tensor]] = []
-    several = [weight for weight in weights if weight.holders > 1]
-    # A holder sends a row for each replica that it computes.
-    most_rows = max((len(sources) for weight in several for sources in weight.sources), default=1)
-    for group in buckets(several, bucket // most_rows):
-        missing += _reduce_spread(peers, group, f"the gradients of layer {layer}")
-    for weight in weights:
-        for parameter in weight.gradients.values():
-            if parameter is not weight.parameter:
-                parameter.grad = None
-    return missing
-
-
-def _reduce_spread(
-    peers: RankGroup, weights: Sequence[SpreadWeight], what: str
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Reduces a bucket of weights that several replicas hold.
-
-    Returns the parameters without a gradient here, and whether any replica has one. A flag behind
-    each row of gradients says whether the row is there.
-    """
-    me, replicas = peers.rank, range(peers.size)
-    like = weights[0].parameter
-    empty = torch.empty(0, dtype=gradient_dtype(like), device=like.device)
-    held = [weight for weight in weights if weight.held]
-    flags = {
-        (weight.name, source): empty.new_full((1,), parameter.grad is not None)
-        for weight in held
-        for source, parameter in weight.gradients.items()
-    }
-    absent = [w for w in held if all(p.grad is None for p in w.gradients.values())]
-    parts = [
-        [
-            piece
-            for weight in held
-            for source in (weight.sources[me] if weight.sources[replica] else ())
-            for piece in (
-                flat_gradient(weight.gradients[source])[slice(*weight.ranges[replica])],
-                flags[weight.name, source],
-            )
-        ]
-        for replica in replicas
-    ]
-    # A row for each replica whose rows the sender computes, and its flag.
-    sizes = [sum((w.length(me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
-    arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
-    sums = _sums(held, arrived, me)
-    parts = [[sums[w.name][:-1] for w in held if w.sources[i]] for i in replicas]
-    sizes = [sum(w.length(i) for w in held) for i in replicas]
-    arrived = peers.exchange([torch.cat([empty, *part]) for part in parts], sizes, what)
-    for replica, received in enumerate(arrived):
-        shares = received.split([weight.length(replica) for weight in held])
-        for weight, share in zip(held, shares, strict=True):
-            flat_gradient(weight.parameter)[slice(*weight.ranges[replica])] = share
-    return [(weight.parameter, sums[weight.name][-1].clone()) for weight in absent]
-
-
-def _sums(weights: Sequence[SpreadWeight], arrived: Sequence[Tensor], me: int) -> dict[str, Tensor]:
-    """Returns the sum over this replica's range of each weight, and its flag."""
-    rows: dict[str, dict[int, Tensor]] = {weight.name: {} for weight in weights}
-    for replica, received in enumerate(arrived):
-        start = 0
-        for weight in weights:
-            for source in weight.sources[replica]:
-                end = start + weight.length(me) + 1
-                rows[weight.name][source], start = received[start:end], end
-    return {
-        name: total
-        for name, by_source in rows.items()  # every replica's rows are computed somewhere
-        if (total := tree_sum(sorted(by_source.items()), len(arrived))) is not None
-    }
+def _write(
+    shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, values: Iterable[Tensor]
+) -> None:
+    for target, each in zip(_ranges(shares, flats, replica), values, strict=True):
+        target.copy_(each)

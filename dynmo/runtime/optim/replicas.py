@@ -19,11 +19,9 @@ from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.optim.gradient_reduction import (
     Reducer,
     Shared,
-    SpreadWeight,
     drop_missing,
     gather_parameters,
     reduce_gradients,
-    reduce_spread,
     shares_of,
     squared_norms,
 )
@@ -44,7 +42,7 @@ class Replicas:
         # They say, for each own layer, which replica sums and updates which part.
         self._shares: dict[int, list[Shared]] = {}
         # Weights of each own layer that are spread over the replicas.
-        self.spread: dict[int, list[SpreadWeight]] = {}
+        self.spread: dict[int, list[Shared]] = {}
         # All of them, in the order of the layer's parameters.
         self._ordered: dict[int, list[Shared]] = {}
 
@@ -63,7 +61,7 @@ class Replicas:
         index: int,
         module: nn.Module,
         shared: frozenset[str],
-        weights: Sequence[SpreadWeight] = (),
+        weights: Sequence[Shared] = (),
     ) -> None:
         """Takes note that this rank has a layer.
 
@@ -103,7 +101,7 @@ class Replicas:
         shares, spread = self._shares[index], self.spread[index]
 
         def work() -> Callable[[], None]:
-            missing = reduce_spread(self._world.peers, index, spread)
+            missing = reduce_gradients(self._world.peers, index, spread)
             missing += reduce_gradients(self._world.peers, index, shares, everywhere)
             return partial(drop_missing, missing)
 
@@ -159,7 +157,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 
 
 def whole_state(
-    peers: RankGroup, optimizer: LayerOptimizer, weights: Sequence[SpreadWeight] = ()
+    peers: RankGroup, optimizer: LayerOptimizer, weights: Sequence[Shared] = ()
 ) -> dict[str, Tensor]:
     """Returns the whole state of a layer on all peers, which all call it."""
     state = optimizer.state()
@@ -211,7 +209,7 @@ def _header(tensor: Tensor | None) -> list[int]:
     return [1 + _BY_CODE.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
 
-def whole_parameters(peers: RankGroup, weights: Sequence[SpreadWeight]) -> dict[str, Tensor]:
+def whole_parameters(peers: RankGroup, weights: Sequence[Shared]) -> dict[str, Tensor]:
     """Returns the spread weights whole on all peers, which all call it."""
     out: dict[str, Tensor] = {}
     for weight in weights:

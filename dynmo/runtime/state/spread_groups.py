@@ -24,7 +24,7 @@ from dynmo.models.group_placement import GroupPlacement, Spreads, even_placement
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.process_mesh import Sharers
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.optim.gradient_reduction import SpreadWeight
+from dynmo.runtime.optim.gradient_reduction import Shared
 from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.optim.replicas import whole_parameters
 
@@ -85,7 +85,7 @@ class SpreadGroups:
                     )
         self._hold(module, placement)
 
-    def connect(self, index: int, module: nn.Module) -> list[SpreadWeight]:
+    def connect(self, index: int, module: nn.Module) -> list[Shared]:
         """Has a layer of this rank compute with the other replicas."""
         placement = self.placements.get(index)
         if placement is None:
@@ -98,12 +98,10 @@ class SpreadGroups:
             for group in self._shared(path, linear, placement)
         ]
 
-    def _shared(
-        self, path: str, linear: GroupedLinear, placement: GroupPlacement
-    ) -> list[SpreadWeight]:
+    def _shared(self, path: str, linear: GroupedLinear, placement: GroupPlacement) -> list[Shared]:
         world, ranks = self._world, self.sharers.ranks
         like = _one_here(linear)
-        out: list[SpreadWeight] = []
+        out: list[Shared] = []
         for group, weight in enumerate(linear.weights):
             sources = tuple(
                 self._sources(placement, group, replica) for replica in range(world.replicas)
@@ -115,14 +113,12 @@ class SpreadGroups:
             first = self.sharers.number * ranks
             copies = linear.source_gradients(group).items()
             out.append(
-                SpreadWeight(
+                Shared(
                     name=key_of(path, group),
                     parameter=like if weight is None else weight,
                     ranges=tuple(ranges),
-                    owned=True,
-                    held=weight is not None,
-                    gradients={first + source: copy for source, copy in copies},
                     sources=sources,
+                    gradients={first + source: copy for source, copy in copies},
                 )
             )
         return out
@@ -149,10 +145,10 @@ class SpreadGroups:
         )
 
     @contextmanager
-    def whole(self, module: nn.Module, groups: Sequence[SpreadWeight]) -> Generator[None]:
+    def whole(self, module: nn.Module, groups: Sequence[Shared]) -> Generator[None]:
         """Gives a layer all of its groups within the context. All replicas enter it."""
         weights = whole_parameters(self._world.peers, groups)
-        absent = [group for group in groups if not group.held]
+        absent = [group for group in groups if not group.sources[self._world.replica]]
         places = [
             (module.get_submodule(path), key)
             for path, _, key in (group.name.rpartition(".") for group in absent)
@@ -296,18 +292,20 @@ def exchange_groups(
     what: str,
 ) -> dict[int, GroupTensors]:
     """Sends groups to their new holders. All that share them call it."""
-    place, device = sharers.place, sharers.world.device
+    place = sharers.place
     like = tensors_of(before.held_by(place)[0], linears, state)
     size = sum(t.nbytes for t in like.values())
+    empty = torch.empty(0, dtype=torch.uint8, device=sharers.world.device)
     parts = [
-        _joined(
-            [
-                tensors_of(group, linears, state)
+        [
+            empty,
+            *(
+                as_bytes(t)
                 for group, giver in arrivals(before, after, rank)
                 if giver == place
-            ],
-            device,
-        )
+                for t in tensors_of(group, linears, state).values()
+            ),
+        ]
         for rank in range(sharers.ranks)
     ]
     coming = arrivals(before, after, place)
@@ -320,13 +318,8 @@ def exchange_groups(
     return arrived
 
 
-def _joined(groups: Sequence[GroupTensors], device: torch.device) -> Tensor:
-    parts = [as_bytes(t) for group in groups for t in group.values()]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
 def _parted(data: Tensor, like: GroupTensors) -> GroupTensors:
-    """Inverts `_joined` for one group. `like` is another group."""
+    """Returns the tensors of a group that has arrived. `like` is another group."""
     parts = data.split([t.nbytes for t in like.values()])
     return {
         key: part.clone().view(t.dtype).view(t.shape)

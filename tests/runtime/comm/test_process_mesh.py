@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
+from dynmo.kernels.split import float32_gradients, gradient_dtype
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
@@ -92,6 +93,7 @@ def _module() -> nn.Module:
     module.update({"some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
     module["still"] = nn.Linear(4, 4).requires_grad_(False)
     module["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
+    float32_gradients(module)
     return module
 
 
@@ -99,7 +101,7 @@ def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(100 + replica)
     left_out = ("none", "still") if replica == 1 else ("none", "still", "some")
     drawn = {
-        name: torch.randn(p.shape, generator=random).to(p.dtype)
+        name: torch.randn(p.shape, generator=random).to(gradient_dtype(p))
         for name, p in module.named_parameters()
     }
     return {name: g for name, g in drawn.items() if not name.startswith(left_out)}
