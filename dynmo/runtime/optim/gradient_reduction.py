@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import gradient_dtype, zero_gradient
-from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.comm.rank_group import RankGroup
+from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.layer.accumulation import tree_sum
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, fold_blocks, share_ranges
 from dynmo.schedule.memory import REDUCED_AT_ONCE
