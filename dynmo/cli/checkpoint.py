@@ -11,6 +11,7 @@ import typer
 
 from dynmo.cli.options import CommandOptions, command
 from dynmo.cli.output import progress
+from dynmo.cli.plan_text import show_size
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import ConfigError, InputError
 
@@ -73,8 +74,8 @@ def export(options: ExportOptions) -> None:
         }
         print(json.dumps(answer))
     else:
-        gigabytes = f"{done.bytes / 1e9:,.3f} GB"
-        print(f"{options.folder}: the weights after {manifest.step} steps, {gigabytes}")
+        size = show_size(done.bytes)
+        print(f"{options.folder}: the weights after {manifest.step} steps, {size}")
 
 
 def _model(options: ExportOptions, path: Path, names: list[str]) -> HuggingFaceModel:

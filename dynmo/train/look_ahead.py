@@ -34,6 +34,7 @@ from dynmo.train.setup import model_of
 
 _MOST = 10_000  # samples that are encoded for their lengths; the others are only parsed
 _GROUP = 1000  # samples after which progress is told
+_PADDED = 1000  # samples of the first steps whose padding is counted
 _SHOWN = 2
 _NAMED = 20  # broken samples that are named
 
@@ -116,7 +117,6 @@ def _samples(config: Config, listen: Listener) -> DataView:
     # The first power of two that is no shorter than the longest ends the list.
     edges = [2**power for power in range(1, (max(lengths) - 1).bit_length() + 1)]
     first = batches.train(0)
-    padding = padding_of(first)
     numbers = {
         "records": count,
         "held_out": batches.order.held_out_windows,
@@ -129,7 +129,7 @@ def _samples(config: Config, listen: Listener) -> DataView:
         "longest": max(lengths),
         "cut": cut,
         "counted": counted / sum(lengths),
-        "padding": padding.padded / padding.tokens,
+        "padding": _padding(batches, config.train.steps),
     }
     shown = list[list[tuple[str, bool]]]()
     for number in batches.order.train(0).ravel().tolist():
@@ -153,6 +153,13 @@ def _samples(config: Config, listen: Listener) -> DataView:
         warnings,
         held_out_text(config.data.sources[-1], batches.order.held_out_windows, "samples"),
     )
+
+
+def _padding(batches: SampleBatches, steps: int) -> float:
+    """Returns the share of the tokens of the first steps that are padding."""
+    steps = min(steps, max(1, _PADDED // batches.order.train(0).size))
+    counts = padding_of([each for step in range(steps) for each in batches.train(step)])
+    return counts.padded / counts.tokens
 
 
 def _pieces(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:

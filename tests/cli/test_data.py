@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from dynmo.config import load
 from dynmo.cost.costs_file import read
+from dynmo.data.batches import padding_of
 from dynmo.data.corpus import TokenFile
 from dynmo.train import look_ahead
 from dynmo.train.data import open_batches, open_text
@@ -105,6 +106,10 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     shorter = f"model.sequence={whole['longest'] - 1}"
     told = json.loads(dynmo("data", "run.toml", "--json", "--set", shorter).out)
     assert (whole["cut"], told["longest"]) == (0, whole["longest"] - 1)
+    config = load(folder / "run.toml", ["model.sequence=128"])
+    batches = open_batches(config, model_of(config))
+    padding = padding_of([x for step in range(config.train.steps) for x in batches.train(step)])
+    assert whole["padding"] == padding.padded / padding.tokens, "as the report of the run has it"
     assert told["cut"] > 0
 
 

@@ -132,7 +132,7 @@ class Adapters:
         except REFUSALS as error:
             if is_checked:
                 _check_targets(config, names, linears)
-            raise _refusal(error, linears) from None
+            raise _refusal(error, config, linears) from None
         if is_checked:
             _check_targets(config, names, linears)
         config.init_lora_weights, config.velora_config = init, velora
@@ -160,7 +160,7 @@ class Adapters:
                 for path, each in list(layer.named_modules()):
                     self._start(path, each)
         except REFUSALS as error:
-            raise _refusal(error) from None
+            raise _refusal(error, self.config) from None
         for name, parameter in layer.named_parameters():
             parameter.data = parameter.data.contiguous()
             parameter.requires_grad_(flags[name])
@@ -209,10 +209,13 @@ def _check_targets(config: LoraConfig, names: Sequence[str], linears: str) -> No
         )
 
 
-def _refusal(error: Exception, linears: str = "") -> ConfigError:
+def _refusal(error: Exception, config: LoraConfig, linears: str = "") -> ConfigError:
     text = first_line(error)
     if "layers_to_transform" in text:
-        return ConfigError(f"lora: {text} Blocks have numbers from 0 on.")
+        return ConfigError(
+            f"lora.layers_to_transform: no target is in the blocks {config.layers_to_transform}; "
+            "blocks have numbers from 0 on"
+        )
     if "not found in the base model" in text:
         return ConfigError(f"lora.target_modules: {text} Its linears are {linears}.")
     return ConfigError(f"lora: {text}")

@@ -6,10 +6,10 @@ import copy
 import importlib
 import logging
 import os
-import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +50,12 @@ _logger = logging.getLogger(__name__)
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 Cut = Literal["auto", "blocks"]
+
+# Keys of a configuration file, by the arguments in Python.
+_KEYS = {
+    "lora.target_modules": "model.lora.targets",
+    "lora.layers_to_transform": "model.lora.layers",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +252,8 @@ def make(options: ModelOptions, seed: int, loss: Loss | None = None) -> HuggingF
             loss=loss or causal_lm_loss,
         )
     except ConfigError as error:  # of an argument in Python, where the file has a key
-        told = re.sub(r"^lora\.target_modules:", "model.lora.targets:", str(error))
-        raise ConfigError(told) from error
+        name, colon, rest = str(error).partition(":")
+        raise ConfigError(f"{_KEYS.get(name, name)}{colon}{rest}") from error
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < options.sequence:
@@ -327,7 +333,11 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     """
     if not folder.is_dir():
         where = "on this machine" if folder.is_absolute() else f"in {Path.cwd()}"
-        raise ConfigError(f"{folder} is no folder {where}; download the model, and give its folder")
+        near = get_close_matches(folder.name, [each.name for each in folder.parent.glob("*/")], 1)
+        advice = "download the model, and give its folder"
+        if near:
+            advice = f"did you mean {folder.with_name(near[0])}?"
+        raise ConfigError(f"{folder} is no folder {where}; {advice}")
     if not (folder / "config.json").is_file():
         advice = "give the folder of a transformers model (download it first)"
         if (folder / "adapter_config.json").is_file():

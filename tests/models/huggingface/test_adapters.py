@@ -115,7 +115,7 @@ def test_adapters_stay_in_float32_if_asked(is_kept: bool) -> None:
         ),
         ({"target_modules": ["b", "a"]}, "no linear is named a or b; its linears are down_proj"),
         ({"target_modules": "nothing"}, "lora.target_modules: .*'?nothing.* linears are down_proj"),
-        ({"layers_to_transform": [9]}, r"'layers_to_transform': \[9\]. Blocks have numbers from 0"),
+        ({"layers_to_transform": [9]}, r"^lora.layers_to_transform: no .* \[9\]; blocks"),
         ({"init_lora_weights": "lora_ga"}, "lora.init_lora_weights = 'lora_ga'"),
     ],
 )
@@ -132,6 +132,11 @@ def test_misspelt_target_of_a_file_is_named_with_its_key() -> None:
     )
     with pytest.raises(ConfigError, match=r"^model\.lora\.targets: no linear is named q_prj; its"):
         make(options, 0)
+    far = LoraOptions(targets=("q_proj",), layers=(9,))
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora\.layers: no target is in the blocks \[9\]"
+    ):
+        make(options.model_copy(update={"lora": far}), 0)
 
 
 def test_layers_need_targets_by_name() -> None:

@@ -67,6 +67,9 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
     assert "it has adapters of peft; give the folder of their model" in refusal(tmp_path)
     assert "name is no folder on this machine; download the model" in refusal(tmp_path / "name")
     assert f"org/name is no folder in {Path.cwd()}; download" in refusal(Path("org/name"))
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    told = refusal(tmp_path / "LLama-3.1-8b")
+    assert told.endswith(f"no folder on this machine; did you mean {tmp_path / 'Llama-3.1-8B'}?")
 
 
 def test_weights_are_float32_whatever_the_config_says() -> None:
