@@ -15,7 +15,7 @@ from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.model import Model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.agreement import Attempt
-from dynmo.runtime.state.exact_state import exact_state
+from dynmo.runtime.state.exact_state import exact_state, masters_of
 from dynmo.runtime.state.layer_store import LayerStore
 
 
@@ -57,7 +57,9 @@ def save_pretrained(
         # Raises if replicas differ: the first replica's weights are saved for all.
         pipeline.digest()
     layers = range(model.layers)
-    shards = [[at for at in layers if store.rank_of(at) == rank] for rank in range(world.size)]
+    shards = [
+        [at for at in layers if store.layout.rank_of(at) == rank] for rank in range(world.size)
+    ]
     folder = Path(folder)
     export = export_of(model, merge, folder)(folder, model, store.modules, shards, kind)
     attempt = Attempt(world, export.place.path, f"the files of {folder} are as before")
@@ -84,7 +86,7 @@ def _write_layers(
                 file = stack.enter_context(export.shard(store.world.rank))
         # The loop runs to the end, whatever fails: with ZeRO-1 replicas gather masters together.
         for index in layers:
-            masters = store.masters(index)
+            masters = masters_of(store, index)
             with store.whole(index) as module, attempt.part():
                 if file is not None:
                     file.write(export.tensors(index, exact_state(module, masters)))

@@ -150,7 +150,7 @@ class Actions:
         store = self._pending.final
         everyone, before = store.world.everyone, store.layout
         assert not before.sliced, "slices cannot be reshaped"
-        assert store.spread is None, "replicas that share experts cannot be reshaped"
+        assert not store.spreads_groups, "replicas that share experts cannot be reshaped"
         assert pipeline * data == everyone.size, "the mesh has all ranks"
         layout = self.engine.layouts.resized(before, pipeline, data, partition)
         agree(everyone, (pipeline, data, layout.partition.counts), "the new mesh")
@@ -209,7 +209,7 @@ class Actions:
             ConfigError: The replicas cannot hold the groups in this way.
         """
         store = self._pending.final
-        assert store.spread is not None, "replicas share groups"
+        assert store.spreads_groups, "replicas share groups"
         store.spread.check(placements)
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = store.world.everyone

@@ -222,7 +222,7 @@ class CaseContext(Actions):
 
     @property
     def spread(self) -> SpreadView | None:
-        return None if self._store.spread is None else SpreadView(self, self._store.spread)
+        return SpreadView(self, self._store.spread) if self._store.spreads_groups else None
 
 
 class SpreadView:

@@ -111,7 +111,7 @@ def restore_layer(
     """Replaces one of this rank's layers by its tensors in a checkpoint."""
     engine.pending.assert_final()
     store = engine.store
-    tensors = store.own_part(index, tensors)
+    tensors = store.spread.own_part(index, tensors)
     tensors = fit(index, store.model.names[index], store.modules[index], tensors, forms)
     store.replace(index, tensors)
     engine.programs.relower()

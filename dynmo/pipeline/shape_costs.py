@@ -247,7 +247,7 @@ def _static_cost(
     }
     # ZeRO-1 divides by the replicas all bytes that are not spread (`_per_replica`).
     times = options.replicas if options.zero and options.expert > 1 else 1
-    spread = {p for linear in spread_linears(module) for p in linear.parameters()}
+    spread = {p for linear in spread_linears(module).values() for p in linear.parameters()}
     trained = {
         name: gradient_bytes(p) * (times if p in spread else 1) for name, p in updated.items()
     }

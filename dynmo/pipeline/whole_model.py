@@ -24,7 +24,7 @@ from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.buffers import has_same_bits
 from dynmo.runtime.optim.replicas import cut_state
-from dynmo.runtime.state.exact_state import entries, exact_state
+from dynmo.runtime.state.exact_state import entries, exact_state, masters_of
 from dynmo.runtime.state.layer_tensors import describe
 from dynmo.runtime.state.migration import unpack
 
@@ -86,7 +86,7 @@ class WholeModel:
         layer_store = self._layer_store
         if index not in layer_store.layers:
             return None
-        masters = layer_store.masters(index) if exact else {}
+        masters = masters_of(layer_store, index) if exact else {}
         with layer_store.whole(index) as module:
             state = {
                 self._name(index, key): tensor
@@ -106,7 +106,7 @@ class WholeModel:
         if text:
             table.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         everyone.sum(table, what)
-        move = Move(index, self._layer_store.rank_of(index), 0)
+        move = Move(index, self._layer_store.layout.rank_of(index), 0)
         announced = unpack(table.numpy().tobytes(), move, torch.device("meta"))
         return {key: like for (_, key), like in announced.tensors.items()}
 

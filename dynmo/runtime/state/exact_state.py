@@ -51,6 +51,17 @@ def exact_state(module: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, T
     return {key: dense.get(id(tensor), tensor.detach()) for key, _, tensor in entries(module)}
 
 
+def masters_of(store: LayerStore, index: int) -> dict[str, Tensor]:
+    """Returns the whole float32 masters of an own layer, by parameter.
+
+    All replicas call it, in the same order. A replica whose share is empty holds none.
+    """
+    if not any(map(needs_master, store.modules[index].parameters())):
+        return {}
+    moments, end = store.moments(index), "/master"
+    return {key.removesuffix(end): t for key, t in moments.items() if key.endswith(end)}
+
+
 def shapes_of_state(module: nn.Module) -> dict[str, Tensor]:
     """Returns what `exact_state` would, without values, on the meta device.
 
@@ -78,7 +89,7 @@ def weights_digest(store: LayerStore) -> str:
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
-        for _, parameter in dense_parameters(module, store.masters(index)):
+        for _, parameter in dense_parameters(module, masters_of(store, index)):
             yield _bytes(parameter.float() if needs_master(parameter) else parameter)
 
     return _digest(store, "the weights", parts)

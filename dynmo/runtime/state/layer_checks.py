@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,18 @@ def check_same_groups(world: RankGroup, groups: ParameterGroups) -> None:
             f"group {index} of the optimizer has other options or parameters on rank 0 than on "
             f"{ranks_text(others)}; give all ranks the same optimizer and groups"
         )
+
+
+def are_double(modules: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Returns whether all weights are float64, which excludes another precision."""
+    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    if kinds == {torch.float64} and dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"the weights are float64, but precision = '{name}'; convert the model first "
+            "(model.float()), or leave out precision"
+        )
+    return kinds == {torch.float64}
 
 
 def check_layer(index: int, module: nn.Module, replicas: int) -> None:

@@ -12,17 +12,15 @@ Whole layers come (`adopt`) and go between steps. The layout knows where all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import proxy
 
-import torch
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError, ConfigError
-from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
+from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.identity import identity_of
 from dynmo.models.model import Model
@@ -36,7 +34,7 @@ from dynmo.runtime.layer.census import set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.reads import others_of
-from dynmo.runtime.optim.optimizer import LayerOptimizer, needs_master
+from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.precision import lower as lower_precision
 from dynmo.runtime.optim.replicas import Replicas, cut_state, whole_state
@@ -45,6 +43,7 @@ from dynmo.runtime.optim.update import Update
 from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state.frozen_weights import Frozen
 from dynmo.runtime.state.layer_checks import (
+    are_double,
     check_arrival,
     check_layer,
     check_moments,
@@ -52,11 +51,9 @@ from dynmo.runtime.state.layer_checks import (
     check_same_model,
     check_views,
 )
-from dynmo.runtime.state.layer_tensors import Contents, fill
+from dynmo.runtime.state.layer_tensors import fill, make_contiguous
 from dynmo.runtime.state.migration import Arrival
-
-if TYPE_CHECKING:
-    from dynmo.runtime.state.spread_groups import SpreadGroups
+from dynmo.runtime.state.spread_groups import SpreadGroups
 
 # Prefixes of the tensors of dynamic cases, and of `Layer.beside`, among the optimizer's state.
 _KEPT, _BESIDE = "case:", "beside:"
@@ -75,6 +72,7 @@ class LayerStore:
         layers: Own layers, by global index.
         optimizers: Their optimizer state, by global index.
         update: Steps them all at once.
+        spread: The groups that each replica holds, if replicas share them.
         case_tensors: Tensors of dynamic cases, by global index of own layers.
         rebuilt: Own layers that were rebuilt, of which other ranks do not know.
         identity: What decides the model's numbers.
@@ -100,49 +98,32 @@ class LayerStore:
         self._options = options
         self.pieces = token_pieces_of(options.head_tokens, model)
         self.accumulation_groups = options.groups(world.replicas)
-        own_layers = (
-            []
-            if is_bare
-            else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
-        )
+        stages = () if is_bare else self.own_stages
+        own_layers = [index for stage in stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own_layers))
-        self.is_double = _are_double(self.modules)
-        if self.is_double and options.dtype != torch.float32:
-            name = str(options.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"the weights are float64, but precision = '{name}'; convert the model first "
-                "(model.float()), or leave out precision"
-            )
+        self.is_double = are_double(self.modules, options.dtype)
         self.groups = ParameterGroups(options.optimizer, model, self.modules, world.device)
         self.identity = identity_of(model, self.modules).with_code(self.groups.code)
-        if not is_bare:
-            check_same_model(world, self.identity)
+        check_same_model(world, self.identity)
         if options.zero:
             self.groups.check_is_elementwise("zero = 1")
+        check_same_groups(world, self.groups)
+        self.spread = SpreadGroups(options.expert, self.modules)
         if not is_bare:
-            check_same_groups(world, self.groups)
-        # The groups that each replica holds, if replicas share them.
-        self.spread = (
-            _shards(world, options.expert, self.modules)
-            if self.spreads_groups and not is_bare
-            else None
-        )
+            self.spread.join(world)
         self.frozen = Frozen(self.modules, model.tied)
         # Told on all ranks of layers whose output changes, other than by training.
         self.on_change: Callable[[Iterable[int]], None] = lambda _: None
-        # Tensors that dynamic cases keep with each own layer.
-        self.case_tensors: dict[int, dict[str, Tensor]] = {}
+        self.case_tensors: dict[int, dict[str, Tensor]] = {index: {} for index in own_layers}
         self.rebuilt = set[int]()
         self.layers: dict[int, Layer] = {}
         self.optimizers: dict[int, LayerOptimizer] = {}
         self.update = Update()
         self.replicas = self._new_replicas()
         for index in own_layers:
-            tied = {name for _, (user, name) in model.tied if user == index}
-            check_views(index, self.modules[index], tied, world.device, options.dtype)
-            module = self.modules[index].to(world.device)
-            self._adopt(index, module, {}, masters=lower_precision(module, options.dtype))
-        self.tied = self._find_tied()
+            check_views(index, self.modules[index], self._tied(index), world.device, options.dtype)
+            module = self.modules[index] = self.modules[index].to(world.device)
+            self._adopt(index, {}, masters=lower_precision(module, options.dtype))
         if not is_bare:
             self.tied.join()
             self.tied.publish(())
@@ -150,40 +131,39 @@ class LayerStore:
     @property
     def spreads_groups(self) -> bool:
         """Whether the replicas of a stage hold parts of its groups."""
-        return self._options.expert > 1
+        return bool(self.spread.placements)
 
     @property
     def own_stages(self) -> tuple[int, ...]:
         return self.layout.stages_of(self.world.rank)
 
     @property
+    def tied(self) -> TiedWeights:
+        return TiedWeights(self.world, self.model.tied, self.layout.rank_of, self.modules)
+
+    @property
     def own(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
         """This rank's layers by their index in the model, each with its optimizer."""
         return {i: (layer.module, self.optimizers[i]) for i, layer in self.layers.items()}
-
-    def rank_of(self, layer: int) -> int:
-        return self.layout.rank_of(layer)
 
     # -- layers come and go ------------------------------------------------------------------------
 
     def _adopt(
         self,
         index: int,
-        module: nn.Module,
-        optimizer_state: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
         whole: bool = False,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Makes a layer run on this rank.
 
-        `whole` says that the optimizer's state is the whole layer's, of which this replica may
+        `whole` says that the optimizer's moments are the whole layer's, of which this replica may
         keep a share only. `masters` are float32 weights of a new layer, by parameter.
         """
-        shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
+        module, shared = self.modules[index], frozenset(self._tied(index))
         check_layer(index, module, self.world.replicas)
-        _contiguous(module)
-        self.modules[index] = module
-        weights = [] if self.spread is None else self.spread.connect(index, module)
+        make_contiguous(module)
+        weights = self.spread.connect(index)
         self.replicas.adopt(index, module, shared, weights)
         layer = self.layers[index] = Layer(
             index,
@@ -204,25 +184,26 @@ class LayerStore:
         layer.warns = not self.world.replica and self._is_last_of_its_kind(index)
         layer.recompute = index in self.layout.recomputed
         self.update.release()
-        spread = {weight.name for weight in weights}
         optimizer = self.optimizers[index] = LayerOptimizer(
             module,
             partial(self.groups.group, index),
             shared,
             self.replicas.share,
             masters,
-            spread,
+            {weight.name for weight in weights},
         )
-        state = {name: t for name, t in optimizer_state.items() if not name.startswith(_OTHERS)}
-        optimizer.load(cut_state(optimizer, state) if whole else state)
-        layer.beside.put(_with_prefix(_BESIDE, optimizer_state))
-        tensors = _with_prefix(_KEPT, optimizer_state)
-        self.case_tensors[index] = {name: t.cpu() for name, t in tensors.items()}
+        optimizer.load(cut_state(optimizer, moments) if whole else moments)
 
-    def _find_tied(self) -> TiedWeights:
-        # A cycle would keep the weights until a collection of garbage.
-        rank_of = partial(LayerStore.rank_of, proxy(self))
-        return TiedWeights(self.world, self.model.tied, rank_of, self.modules)
+    def _restore(self, index: int, state: Mapping[str, Tensor], whole: bool = False) -> None:
+        """Makes a layer run on this rank with its former state (`state`)."""
+        moments = {name: t for name, t in state.items() if not name.startswith(_OTHERS)}
+        self._adopt(index, moments, whole)
+        self.layers[index].beside.put(_with_prefix(_BESIDE, state))
+        self.case_tensors[index] = {n: t.cpu() for n, t in _with_prefix(_KEPT, state).items()}
+
+    def _tied(self, index: int) -> set[str]:
+        """Returns the parameters of a layer that another layer owns."""
+        return {name for _, (user, name) in self.model.tied if user == index}
 
     def _others(self, index: int) -> Mapping[int, str]:
         """Returns the tensors that are not those of a layer, by their memory.
@@ -261,9 +242,7 @@ class LayerStore:
         """
         layer = f"layer {index} ({self.model.names[index]})"
         check_moments(layer, self.modules[index], self.optimizers[index], moments)
-        tensors = self.case_tensors[index]
-        self._adopt(index, self.modules[index], moments, whole=True)
-        self.case_tensors[index] = tensors
+        self._adopt(index, moments, whole=True)
         self.rebuilt.add(index)
         self.tied.join()
 
@@ -289,7 +268,7 @@ class LayerStore:
             )
         module = self.modules[index]
         flags = {name: p.requires_grad for name, p in module.named_parameters()}
-        self._adopt(index, module, fill(module, tensors, flags), whole=True)
+        self._restore(index, fill(module, tensors, flags), whole=True)
         self.tied.join()
 
     def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:
@@ -302,7 +281,7 @@ class LayerStore:
             if move.source == self.world.rank:
                 self._drop(move.layer)
         for arrival in arrivals:
-            self._adopt(arrival.layer, self.modules[arrival.layer], self._fill(arrival))
+            self._restore(arrival.layer, self._fill(arrival))
         for index, layer in self.layers.items():
             layer.recompute = index in layout.recomputed
 
@@ -327,18 +306,12 @@ class LayerStore:
             self._drop(index)
         self.world, self.layout = arrange(self.world.everyone, layout.replicas), layout
         self.generation = self.world.generation
-        if self.spread is not None:
-            self.spread.renew(self.world)
-        elif self.spreads_groups:
-            self.spread = _shards(self.world, self._options.expert, self.modules)
-            for index, placement in (groups or {}).items():
-                self.spread.take_note(index, self.modules[index], placement)
+        self.spread.join(self.world, groups)
         self.replicas = self._new_replicas()
         arrived = {arrival.layer: self._fill(arrival) for arrival in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
-            self._adopt(index, self.modules[index], state, whole=not self.spreads_groups)
-        self.tied = self._find_tied()
+            self._restore(index, state, whole=not self.spreads_groups)
         self.tied.join()
 
     def check_names(self, moving: Collection[int] = ()) -> None:
@@ -352,8 +325,7 @@ class LayerStore:
             for index, layer in self.layers.items():
                 layer.census.check_names()
                 if index in moving:
-                    tied = {name for _, (user, name) in self.model.tied if user == index}
-                    layer.census.check_move(tied)
+                    layer.census.check_move(self._tied(index))
         except ConfigError as error:
             failure = error
         failures = share_failures(self.world, failure, "the parameters of all layers")
@@ -371,11 +343,9 @@ class LayerStore:
         self.world = arrange(self.world.everyone, self.layout.replicas)
         self.generation = self.world.generation
         self.replicas.renew(self.world)
-        if self.spread is not None:
-            self.spread.renew(self.world)
-            for index in self.layers:
-                self.spread.connect(index, self.modules[index])
-        self.tied = self._find_tied()
+        self.spread.join(self.world)
+        for index in self.layers:
+            self.spread.connect(index)
         self.tied.join()
 
     def _fill(self, arrival: Arrival) -> dict[str, Tensor]:
@@ -409,81 +379,26 @@ class LayerStore:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""
         return whole_state(self.world.peers, self.optimizers[index], self.replicas.spread[index])
 
-    @contextmanager
-    def whole(self, index: int) -> Generator[nn.Module]:
-        """Yields an own layer with all groups. All replicas enter it, in the same order."""
-        module = self.modules[index]
-        if self.spread is None:
-            yield module
-        else:
-            with self.spread.whole(module, self.replicas.spread[index]):
-                yield module
-
-    def own_part(self, index: int, tensors: Contents) -> Contents:
-        """Returns this replica's part of a layer that was saved whole."""
-        spread, module = self.spread, self.modules[index]
-        if spread is None:
-            return tensors
-        names = {
-            key: key[1].rpartition("/")[0] if key[0] == "optimizer" else key[1] for key in tensors
-        }
-        return {key: t for key, t in tensors.items() if not spread.is_elsewhere(module, names[key])}
+    def whole(self, index: int) -> AbstractContextManager[nn.Module]:
+        """Gives an own layer all groups. All replicas enter it, in the same order."""
+        return self.spread.whole(index, self.replicas.spread[index])
 
     def place_groups(self, placements: Mapping[int, GroupPlacement]) -> int:
         """Moves groups between replicas, with their optimizer state. All ranks call it.
 
         Returns the bytes that arrived here.
         """
-        assert self.spread is not None, "every replica holds every group unless replicas share them"
         moved = 0
         for index, placement in sorted(placements.items()):
-            if index not in self.layers:
-                self.spread.take_note(index, self.modules[index], placement)
-                continue
-            module, tensors = self.modules[index], self.case_tensors[index]
-            state, arrived = self.spread.move(
-                index, module, placement, self.optimizers[index].state()
-            )
-            moved += arrived
-            self._adopt(index, module, state)
-            self.case_tensors[index] = tensors
+            if index in self.layers:
+                state = self.optimizers[index].state()
+                moments, arrived = self.spread.move(index, placement, state)
+                self._adopt(index, moments)
+                moved += arrived
+            else:
+                self.spread.take_note(index, placement)
         return moved
-
-    def masters(self, index: int) -> dict[str, Tensor]:
-        """Returns the whole float32 masters of an own layer, by parameter.
-
-        All replicas call it, in the same order. A replica whose share is empty holds none.
-        """
-        if not any(map(needs_master, self.modules[index].parameters())):
-            return {}
-        state = self.state(index, whole=True).items()
-        end = "/master"
-        return {key.removesuffix(end): value for key, value in state if key.endswith(end)}
-
-
-def _are_double(modules: Sequence[nn.Module]) -> bool:
-    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
-    return kinds == {torch.float64}
 
 
 def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-
-
-def _shards(world: RankGroup, ranks: int, modules: Sequence[nn.Module]) -> SpreadGroups:
-    from dynmo.runtime.state.spread_groups import SpreadGroups
-
-    return SpreadGroups(world, ranks, modules)
-
-
-def _contiguous(module: nn.Module) -> None:
-    """Makes parameters and buffers contiguous, like gradients and moments."""
-    for parameter in module.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.layout == torch.strided and not buffer.is_contiguous():
-                part._buffers[name] = buffer.contiguous()
-        if isinstance(part, GroupedLinear):
-            part.flatten_parameters()

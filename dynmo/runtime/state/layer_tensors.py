@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
+from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.packed_weight import forms_of, take_forms, unknown_form
 from dynmo.runtime.layer.census import Scalars, evaluating_parts
 
@@ -125,6 +126,19 @@ def fill(
             if not _copied(tensors[section, name], owner._buffers.get(key)):
                 owner._buffers[key] = tensors[section, name]
     return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Makes parameters and buffers contiguous, like gradients and moments."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and not buffer.is_contiguous():
+                part._buffers[name] = buffer.contiguous()
+        if isinstance(part, GroupedLinear):
+            part.flatten_parameters()
 
 
 def _copied(value: Tensor, into: Tensor | None) -> bool:

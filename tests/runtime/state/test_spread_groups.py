@@ -18,7 +18,6 @@ from dynmo.pipeline.options import PipelineOptions, grouped
 from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import Sharers, arrange
-from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.gradient_reduction import Shared, drop_missing, reduce_gradients
 from dynmo.runtime.optim.optimizer import Share, share_ranges
@@ -222,11 +221,6 @@ def test_moved_expert_comes_from_one_holder() -> None:
     assert arrivals(before, after, 1) == [(0, 0), (1, 0)]
 
 
-def world_of_two() -> Meeting:
-    device, store = torch.device("cpu"), SignedStore(torch.distributed.HashStore())
-    return Meeting(0, 1, device, 1.0, 0, store).with_peers(Meeting(0, 2, device, 1.0, 0, store))
-
-
 @pytest.mark.parametrize(
     ("layer", "holders", "ranks", "expected"),
     [
@@ -239,7 +233,7 @@ def world_of_two() -> Meeting:
 def test_placements_that_replicas_cannot_have_are_refused(
     layer: int, holders: Any, ranks: int, expected: str
 ) -> None:
-    groups = SpreadGroups(world_of_two(), 2, model_of(parse(tables())).build(()))
+    groups = SpreadGroups(2, model_of(parse(tables())).build(()))
     groups.check({2: GroupPlacement(((0, 1), (0,), (1,), (1,)), 2)})
     with pytest.raises(ConfigError, match=expected):
         groups.check({layer: GroupPlacement(holders, ranks)})
@@ -249,11 +243,11 @@ def test_placements_that_replicas_cannot_have_are_refused(
     ("modules", "ranks", "expected"),
     [
         ([nn.Linear(2, 2)], 2, "no layer of the model has experts"),
-        ("moe", 3, "does not divide parallel.replicas = 2"),
+        ("moe", 3, "parallel.expert = 3 does not divide the 4 experts of layer 2$"),
     ],
 )
 def test_experts_that_cannot_be_shared_are_refused(modules: Any, ranks: int, expected: str) -> None:
     if modules == "moe":
         modules = model_of(parse(tables())).build(())
     with pytest.raises(ConfigError, match=expected):
-        SpreadGroups(world_of_two(), ranks, modules)
+        SpreadGroups(ranks, modules)
