@@ -22,9 +22,6 @@ other stages are ready sooner than they are needed.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,18 +29,6 @@ from torch import Tensor
 from dynmo.runtime.comm.headers import TAG_PREFIX, TAG_VERDICT
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.schedule.lowering import routes
-
-# Verdicts. NON_FINITE: no rank makes the step. CLIPPED: all make it again, with the clip factor.
-# MISMATCHED: ranks were given different batches, and the run ends.
-NON_FINITE, CLIPPED, MISMATCHED = "non-finite", "clipped", "mismatched"
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """A step that was not as some ranks had made it, and seconds thrown away."""
-
-    what: str
-    seconds: float
 
 
 class NormRing:
@@ -133,36 +118,3 @@ class NormRing:
         for _, work, target in self._sent:
             self._world.wait(work, target, "room to send a step's table")
         self._sent.clear()
-
-
-# The last `_WINDOW` steps decide. The barrier returns if more than `_MOST` of them were taken back.
-# It goes if at most `_FEW` of them would have been.
-_WINDOW, _MOST, _FEW = 20, 5, 1
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A change that applies from the next step on. `on`: steps have no barrier."""
-
-    on: bool
-    reason: str
-
-
-class BarrierPolicy:
-    """Decides by verdicts, alike on all ranks, whether steps are validated afterwards."""
-
-    def __init__(self) -> None:
-        self._recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.on = True
-
-    def observe(self, failed: bool) -> Switch | None:
-        """Counts a step, and returns a switch if the policy changes."""
-        self._recent.append(failed)
-        count = sum(self._recent)
-        if self.on and count > _MOST:
-            self.on = False
-            return Switch(False, f"{count} of the last {len(self._recent)} steps were taken back")
-        if not self.on and len(self._recent) == _WINDOW and count <= _FEW:
-            self.on = True
-            return Switch(True, f"{count} of the last {_WINDOW} steps would have been taken back")
-        return None

@@ -20,7 +20,6 @@ from dynmo.errors import DynmoError, RunError
 from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.batch_check import StepBatch, StepSettings, tensors_of
 from dynmo.runtime.engine.executor import StepOutput
-from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
@@ -28,6 +27,9 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor, pieces_of
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.optim.precision import LossScaler
 from dynmo.runtime.state.layer_store import LayerStore
+
+# Obstacles. NON_FINITE: no rank makes the step. CLIPPED: all make it with the clip factor.
+NON_FINITE, CLIPPED = "non-finite", "clipped"
 
 
 class OptimizerStep:

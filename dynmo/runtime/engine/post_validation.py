@@ -8,7 +8,8 @@ The step is made on what the ranks before know. It is pending until its verdict 
                   and made again if it only clips
     final         takes the verdict at once, before anything that reads or changes the model
 
-`norm_ring.py` says how the table passes the ranks, and when there is a barrier again.
+`norm_ring.py` says how the table passes the ranks. The barrier returns while many steps are taken
+back.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from torch import Tensor
 from dynmo.errors import RunError
 from dynmo.runtime.engine.batch_check import StepSettings
 from dynmo.runtime.engine.executor import Executor, StepOutput
-from dynmo.runtime.engine.norm_ring import (
-    CLIPPED,
-    MISMATCHED,
-    NON_FINITE,
-    BarrierPolicy,
-    NormRing,
-    Rollback,
-)
-from dynmo.runtime.engine.optimizer_step import OptimizerStep
-from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.engine.norm_ring import NormRing
+from dynmo.runtime.engine.optimizer_step import CLIPPED, NON_FINITE, OptimizerStep
+from dynmo.runtime.engine.step_reduction import Rollback, StepRecord, Switch
 from dynmo.runtime.optim.optimizer import Piece, pieces_of
 from dynmo.runtime.state.layer_store import LayerStore
+
+# The last `_WINDOW` steps decide. The barrier returns if more than `_MOST` of them were taken back.
+# It goes if at most `_FEW` of them would have been.
+_WINDOW, _MOST, _FEW = 20, 5, 1
+
+# Ranks were given different batches, and the run ends.
+_MISMATCHED = "mismatched"
 
 
 @dataclass
@@ -66,6 +67,10 @@ class _Failure(NamedTuple):
 class PostValidation:
     """Holds the last step until it is final, and results that nobody has taken yet.
 
+    Args:
+        validates: Whether steps are validated afterwards.
+        copies: Whether optimizers keep copies then, to take steps back.
+
     Attributes:
         is_halfway: Whether some weights are as before a step and some as after it, and no copies
             can take it back.
@@ -82,9 +87,11 @@ class PostValidation:
         attempt: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._store, self._end, self._explain, self._attempt = store, end, explain, attempt
-        self._policy = BarrierPolicy() if validates else None
+        self._enabled = self._has_no_barrier = validates
+        # Whether the last steps were taken back, or would have been.
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self.ring = self._new_ring()
-        self._copies = copies
+        self.copies = validates and copies
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
         self._failure: _Failure | None = None
@@ -98,12 +105,7 @@ class PostValidation:
     @property
     def validates(self) -> bool:
         """Whether the next step has no barrier. A weight tied over two ranks needs one."""
-        return self._policy is not None and self._policy.on and not self._store.tied.spans_ranks
-
-    @property
-    def copies(self) -> bool:
-        """Whether optimizers keep copies, to take steps back."""
-        return self._policy is not None and self._copies
+        return self._has_no_barrier and not self._store.tied.spans_ranks
 
     @property
     def is_out(self) -> bool:
@@ -140,10 +142,10 @@ class PostValidation:
         stepped = self._end.failed(0.0, known.squared_norms, settings.max_norm) is None
         pending = _Pending(settings, step_output, stepped)
         if stepped:
-            if self._copies:
+            if self.copies:
                 for piece in self._pieces:
                     piece.keep()
-            self._pending, self.is_halfway = pending, not self._copies
+            self._pending, self.is_halfway = pending, not self.copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             limit = settings.max_norm if self._end.clip_scope == "local" else 0.0
             self._end.apply(known.squared_norms, settings.rates, limit)
@@ -190,9 +192,8 @@ class PostValidation:
         failed = end.failed(result.loss, result.squared_norms, max_norm)
         error: Exception | None = end.table.wrong_batch(step, table)
         if error is not None:
-            failed = MISMATCHED
-        assert self._policy is not None
-        switch = self._policy.observe(failed is not None)
+            failed = _MISMATCHED
+        result = self.observed(result, failed)
         if failed is not None:
             self.is_halfway = True
             self._take_back(pending)
@@ -207,7 +208,7 @@ class PostValidation:
             self._failure = _Failure(step, error, pending.step_output.undo)
         else:
             end.scaler.observe(failed != NON_FINITE)
-            self._done.append(replace(result, switch=switch))
+            self._done.append(result)
         self._forget()
         end.drop_gradients()
         return failed is None
@@ -216,7 +217,7 @@ class PostValidation:
         """Takes back what this rank has made of a step. Peers exchange parameters, with ZeRO-1."""
         if pending is not None and pending.stepped:
             update, layers = self._store.update, self._end.trained.values()
-            if self._copies:
+            if self.copies:
                 update.restore(layers)
             else:
                 update.invert(layers, pending.settings.rates)
@@ -239,7 +240,7 @@ class PostValidation:
         Returns:
             Whether the error is kept for the next call, so that all ranks raise it in one call.
         """
-        if self._policy is None:
+        if not self._enabled:
             self._end.drop_all_gradients()
             return False
         everyone, pending = self._store.world.everyone, self._pending
@@ -285,10 +286,22 @@ class PostValidation:
         return step
 
     def observed(self, result: StepRecord, failed: str | None) -> StepRecord:
-        """Records a step with a barrier as its verdict would have been, for the policy."""
-        if self._policy is None:
+        """Counts the verdict on a step, or what it would have been.
+
+        The record has the switch of the barrier, which all ranks make alike.
+        """
+        if not self._enabled:
             return result
-        return replace(result, switch=self._policy.observe(failed is not None))
+        self._recent.append(failed is not None)
+        count, steps = sum(self._recent), len(self._recent)
+        if self._has_no_barrier and count > _MOST:
+            reason = f"{count} of the last {steps} steps were taken back"
+        elif not self._has_no_barrier and steps == _WINDOW and count <= _FEW:
+            reason = f"{count} of the last {steps} steps would have been taken back"
+        else:
+            return result
+        self._has_no_barrier = not self._has_no_barrier
+        return replace(result, switch=Switch(self._has_no_barrier, reason))
 
     def take_done(self) -> tuple[StepRecord, ...]:
         done, self._done = tuple(self._done), []
@@ -309,5 +322,5 @@ class PostValidation:
         self.reshaped()
         self._ended = 0
         self._parts.clear()
-        if self._policy is not None:
-            self._policy = BarrierPolicy()
+        self._recent.clear()
+        self._has_no_barrier = self._enabled

@@ -23,7 +23,6 @@ from dynmo.models.loss import joined
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import COMPARED, find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
-from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.engine.peak_memory import peak_bytes
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
@@ -32,6 +31,22 @@ from dynmo.schedule.op import Kind
 # F, B, W, span, flag, what is compared, memory and work.
 _ROWS = 7 + len(COMPARED)
 _HASHES = slice(5, 5 + len(COMPARED))
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A step that was not as some ranks had made it, and seconds thrown away."""
+
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A change that applies from the next step on. `on`: steps have no barrier."""
+
+    on: bool
+    reason: str
 
 
 @dataclass(frozen=True)

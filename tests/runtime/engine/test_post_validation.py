@@ -22,7 +22,9 @@ from dynmo.plan.partition import uniform
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine, StepRecord
-from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
+from dynmo.runtime.engine.optimizer_step import CLIPPED, NON_FINITE
+from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.engine.step_reduction import Switch
 from dynmo.runtime.optim.precision import LossScaler
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import SCHEDULES, make, stage_ranks_of
@@ -252,7 +254,7 @@ def test_many_in_place_rollbacks_stay_close(
     name: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step is clipped, so it is made, rolled back and repeated."""
-    monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
+    monkeypatch.setattr(PostValidation, "observed", lambda self, result, failed: result)
     optimizer = settings(name, weight_decay=0.1)
     small = "python:tests.models.user_model:with_a_loss"
     expected = own_pipeline(small, optimizer=optimizer)
@@ -353,14 +355,21 @@ def test_unannounced_case_access_is_refused() -> None:
 
 def test_barrier_policy_returns_if_many_steps_fail() -> None:
     """It stays until almost no step fails."""
-    policy = BarrierPolicy()
-    assert [policy.observe(True) for _ in range(5)] == [None] * 5
-    assert policy.on
-    assert policy.observe(True) == Switch(False, "6 of the last 6 steps were taken back")
-    said = [policy.observe(False) for _ in range(19)]
+    pipeline = own_pipeline(post_validation=True)
+    (record,) = trained(pipeline, 1, 0.0)
+    pending = pipeline.pending
+
+    def observe(failed: bool) -> Switch | None:
+        return pending.observed(record, CLIPPED if failed else None).switch
+
+    pending.renewed()
+    assert [observe(True) for _ in range(5)] == [None] * 5
+    assert pending.validates
+    assert observe(True) == Switch(False, "6 of the last 6 steps were taken back")
+    said = [observe(False) for _ in range(19)]
     assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
-    seldom = BarrierPolicy()
-    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), "not over a quarter"
+    pending.renewed()
+    assert all(observe(i % 4 == 0) is None for i in range(100)), "not over a quarter"
 
 
 def test_many_rollbacks_switch_the_barrier_on() -> None:
