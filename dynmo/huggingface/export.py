@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.files import write_whole
-from dynmo.huggingface.folder import PartialFolder, TensorFile, write_companions
+from dynmo.huggingface.folder import PartialFolder, write_companions
 from dynmo.models.huggingface.model import HuggingFaceModel
 from dynmo.models.huggingface.private import as_in_files
 from dynmo.runtime.state.exact_state import shapes_of_state
+from dynmo.runtime.state.tensor_file import TensorFile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INDEX = "model.safetensors.index.json"

@@ -9,22 +9,14 @@ Files go into place when all are complete. Until then the files of FOLDER are as
 from __future__ import annotations
 
 import copy
-import json
-import os
 import re
 import shutil
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, Self
 
-import safetensors.torch
 import torch
-from torch import Tensor
 
-from dynmo.errors import InputError, RunError
+from dynmo.errors import InputError
 from dynmo.models.huggingface.model import HuggingFaceModel
-from dynmo.runtime.comm.headers import as_bytes
 
 _PARTIAL = ".partial"
 _GENERATION = "generation_config.json"
@@ -83,66 +75,6 @@ class PartialFolder:
             if stale.fullmatch(path.name) and Path(path.name) not in made:
                 path.unlink()
         shutil.rmtree(self.path)
-
-
-class TensorFile:
-    """A safetensors file that is being written, in any order. Leave it as a context manager.
-
-        8 bytes      length of the JSON
-        JSON         name -> dtype, shape, first and last byte
-        bytes        of the tensors, those of the largest elements first, so that all are aligned
-
-    safetensors' own writer takes all tensors of a file at once. Here no more than one is in memory.
-
-    Args:
-        path: The file, which does not exist yet.
-        shapes: What will be written, by name, on the meta device.
-    """
-
-    def __init__(self, path: Path, shapes: Mapping[str, Tensor]) -> None:
-        self._path, self._missing = path, dict(shapes)
-        self._offsets = dict[str, int]()
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in sorted(shapes, key=lambda each: (-shapes[each].itemsize, each)):
-            start, end = end, end + shapes[name].nbytes
-            header[name] = {
-                "dtype": _dtype_name(shapes[name].dtype),
-                "shape": list(shapes[name].shape),
-                "data_offsets": [start, end],
-            }
-            self._offsets[name] = start
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        self._data = 8 + len(text)
-        self._file = path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            like = self._missing.pop(name, None)
-            if like is None or (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
-                raise RunError(f"{name} is not in the header of {self._path.name} as it is")
-            self._file.seek(self._data + self._offsets[name])
-            self._file.write(as_bytes(tensor.detach().cpu()).numpy().data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                if self._missing:
-                    raise RunError(f"{next(iter(self._missing))} was not written to {self._path}")
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name that safetensors gives a type."""
-    content = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
-    return json.loads(content[8:])["x"]["dtype"]
 
 
 def write_companions(model: HuggingFaceModel, dtype: torch.dtype, folder: Path) -> None:

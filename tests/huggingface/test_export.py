@@ -19,10 +19,10 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.huggingface import save_pretrained
 from dynmo.huggingface.checkpoint import in_shards
 from dynmo.huggingface.export import in_files
-from dynmo.huggingface.folder import TensorFile
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.exact_state import exact_state, shapes_of_state
+from dynmo.runtime.state.tensor_file import TensorFile
 from tests.combinations import mostly_matrix
 from tests.full_disk import full_at
 from tests.huggingface.jobs import MICROBATCHES, equal, plain_of, trained

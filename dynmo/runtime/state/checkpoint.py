@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +30,15 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
 from dynmo.runtime.comm.agreement import Attempt
 from dynmo.runtime.comm.rank_group import RankGroup
+from dynmo.runtime.state.background import MemoryFiles
 from dynmo.runtime.state.layer_tensors import Contents, Manifest, base_of, contents, describe
+from dynmo.runtime.state.tensor_file import TensorFile
 
 _logger = logging.getLogger(__name__)
 
@@ -94,9 +94,17 @@ def read(checkpoint: Path) -> CheckpointManifest:
 
 @dataclass(frozen=True)
 class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        seconds: From the begin of the save on.
+        waited: Part of them for which training stood still.
+    """
+
     path: Path
     bytes: int
     seconds: float
+    waited: float
 
 
 def save(
@@ -109,53 +117,134 @@ def save(
     keep: int,
     best: int | None = None,
 ) -> Saved:
-    """Saves a checkpoint after `step` steps. All ranks call it together.
+    """Saves a checkpoint, and waits until it is complete. See `Save`."""
+    under_way = Save(world, folder, step, names, state, keep, best)
+    under_way.take(layers)
+    return under_way.complete()
+
+
+class Save:
+    """A checkpoint after `step` steps, which is being saved. All ranks make one together.
 
     Args:
         world: The ranks that share `folder`.
         names: Names of the model's layers, in order.
-        layers: Layers that this rank writes: global index and (module, optimizer state).
         state: The run's own part, as JSON. The same on every rank.
         keep: Number of checkpoints that stay, this one included.
         best: Step of a checkpoint that stays beside them.
+        behind: Whether a process beside each rank writes, while training goes on.
 
     Raises:
-        RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
-            that were there before are untouched.
+        RunError: Rank 0 could not make the folder. Every rank raises it.
     """
-    start = time.perf_counter()
-    final = folder / f"step-{step:06d}"
-    partial = final.with_suffix(".tmp")
-    attempt = Attempt(world, partial, "earlier checkpoints are untouched")
-    with attempt.part():
-        if world.rank == 0:
-            _remove(partial)
-            partial.mkdir(parents=True)
-    attempt.agree("the checkpoint's folder")
-    table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
-    size = torch.zeros(1, dtype=torch.float64)
-    # The loop runs to the end, whatever fails: with ZeRO-1 the replicas gather states together.
-    for index, (module, optimizer_state) in layers:
-        with attempt.part():
-            paths = _save_layer(partial / _folder(index), index, module, optimizer_state)
-            for which, path in enumerate(paths):
-                table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
-                size += path.stat().st_size
-    attempt.agree("the checkpoint's layers to be written")
-    world.sum(table, "the checkpoint's layers to be written")
-    world.sum(size, "the checkpoint's layers to be written")
-    with attempt.part():
-        if world.rank == 0:
-            hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
-            files = dict(zip(_files(len(names)), hashes, strict=True))
-            manifest = CheckpointManifest(
-                version=VERSION, step=step, layers=list(names), files=files, state=state
+
+    def __init__(
+        self,
+        world: RankGroup,
+        folder: Path,
+        step: int,
+        names: Sequence[str],
+        state: dict[str, Any],
+        keep: int,
+        best: int | None = None,
+        *,
+        behind: bool = False,
+    ) -> None:
+        self._start = time.perf_counter()
+        self._world, self._folder, self.step = world, folder, step
+        self._names, self._state = names, state
+        self._keep, self._best = keep, best
+        self._partial = (folder / f"step-{step:06d}").with_suffix(".tmp")
+        self._attempt = Attempt(world, self._partial, "earlier checkpoints are untouched")
+        with self._attempt.part():
+            if world.rank == 0:
+                _remove(self._partial)
+                self._partial.mkdir(parents=True)
+        self._attempt.agree("the checkpoint's folder")
+        self._memory = MemoryFiles() if behind else None
+        self._layers: list[int] = []
+        self._digests: list[bytes] = []
+        self._bytes = 0
+
+    def take(self, layers: Iterable[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]) -> None:
+        """Takes what this rank writes: global index and (module, optimizer state).
+
+        The layers may change once this returns.
+        """
+        # The loop runs to the end, whatever fails: with ZeRO-1 the replicas gather states together.
+        for index, (module, optimizer_state) in layers:
+            with self._attempt.part():
+                self._add(index, module, optimizer_state)
+        with self._attempt.part():
+            if self._memory is not None:
+                self._memory.send()
+        self._waited = time.perf_counter() - self._start
+
+    def _add(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
+        """Writes a layer, or copies it to memory."""
+        text, tensors = _content(index, module, optimizer_state)
+        folder, memory = self._partial / _folder(index), self._memory
+        described, values = folder / "layer.json", folder / _TENSORS
+        self._layers.append(index)
+        if memory is None:
+            folder.mkdir()
+            write_whole(described, text)
+            with TensorFile(values, tensors) as file:
+                file.write(tensors)
+            _sync(folder)
+            self._bytes += described.stat().st_size + values.stat().st_size
+            self._digests += _sha256(described), _sha256(values)
+        else:
+            memory.memory.write(text.encode())
+            memory.end_file(described)
+            with TensorFile(memory.memory, tensors) as file:
+                file.write(tensors)
+            memory.end_file(values)
+            self._bytes = memory.bytes
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is there, or has failed."""
+        return self._memory is None or self._memory.are_written
+
+    def complete(self) -> Saved:
+        """Waits for the files, and gives the checkpoint its name. All ranks call it together.
+
+        Raises:
+            RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
+                that were there before are untouched.
+        """
+        begin, world, step = time.perf_counter(), self._world, self.step
+        with self._attempt.part():
+            if self._memory is not None:
+                self._digests = self._memory.digests()
+        self._attempt.agree("the checkpoint's layers to be written")
+        table = torch.zeros(len(self._names), 2, 32, dtype=torch.uint8)
+        for at, digest in enumerate(self._digests):
+            table[self._layers[at // 2], at % 2] = torch.frombuffer(
+                bytearray(digest), dtype=torch.uint8
             )
-            _complete(partial, final, manifest)
-    attempt.agree("the checkpoint to be complete")
-    if world.rank == 0:
-        _remove_old(folder, step, keep, best)
-    return Saved(final, int(size), time.perf_counter() - start)
+        size = torch.tensor([float(self._bytes)], dtype=torch.float64)
+        world.sum(table, "the checkpoint's layers to be written")
+        world.sum(size, "the checkpoint's layers to be written")
+        final = self._partial.with_suffix("")
+        with self._attempt.part():
+            if world.rank == 0:
+                hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
+                files = dict(zip(_files(len(self._names)), hashes, strict=True))
+                manifest = CheckpointManifest(
+                    version=VERSION,
+                    step=step,
+                    layers=list(self._names),
+                    files=files,
+                    state=self._state,
+                )
+                _complete(self._partial, final, manifest)
+        self._attempt.agree("the checkpoint to be complete")
+        if world.rank == 0:
+            _remove_old(self._folder, step, self._keep, self._best)
+        now = time.perf_counter()
+        return Saved(final, int(size), now - self._start, self._waited + now - begin)
 
 
 def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
@@ -211,31 +300,15 @@ def _files(layers: int) -> list[str]:
     return [f"{_folder(i)}/{name}" for i in range(layers) for name in ("layer.json", _TENSORS)]
 
 
-def _save_layer(
-    folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]
-) -> tuple[Path, Path]:
+def _content(
+    index: int, module: nn.Module, optimizer_state: dict[str, Tensor]
+) -> tuple[str, dict[str, Tensor]]:
+    """Returns the description and the tensors of a layer's files."""
     every, base = contents(module, optimizer_state).items(), base_of(module)
     left_out = {("parameter", name) for name in base.hashes} if base is not None else set()
-    tensors = {
-        key: t.detach().cpu() for key, t in every if key[0] != "gradient" and key not in left_out
-    }
-    folder.mkdir()
+    tensors = {key: t.detach() for key, t in every if key[0] != "gradient" and key not in left_out}
     manifest = describe(index, module, tensors).model_copy(update={"base": base})
-    write_whole(folder / "layer.json", manifest.model_dump_json())
-    # Tensors over one memory block, and a view of a larger one, would count as shared.
-    uses = Counter(t.untyped_storage()._cdata for t in tensors.values())
-    whole = {
-        _name(*key): t.clone()
-        if uses[t.untyped_storage()._cdata] > 1 or t.nbytes < t.untyped_storage().nbytes()
-        else t
-        for key, t in tensors.items()
-    }
-    with (folder / _TENSORS).open("wb") as file:
-        file.write(save_safetensors(whole))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
-    return folder / "layer.json", folder / _TENSORS
+    return manifest.model_dump_json(), {_name(*key): t for key, t in tensors.items()}
 
 
 def _name(section: str, name: str) -> str:
