@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -69,17 +68,29 @@ def make_optimizer(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer
     return optimizer
 
 
+@unset_fake_temporarily()
 def find_state(
     make: Make, options: Mapping[str, Any], dims: int, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the state of a small parameter with these dimensions."""
-    parameter = _draw(_shape(dims), device)
+    """Returns the state of a small parameter with these dimensions.
+
+    Raises:
+        ConfigError: The state can neither move nor be saved.
+    """
+    parameter = _draw(dims, device)
     state = _train(make, [(options, [parameter])]).state.get(parameter, {})
-    return {
-        key: _checked(name_of(make), key, value)
-        for key, value in state.items()
-        if value is not None
-    }
+    found = {key: value for key, value in state.items() if value is not None}
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            kind = None if value.dtype in DTYPES.values() else value.dtype
+        else:
+            kind = None if isinstance(value, int | float) else f"a {type(value).__name__}"
+        if kind is not None:
+            raise ConfigError(
+                f"optimizer: {name_of(make)} keeps {key!r}, {kind}, which can neither move nor be "
+                "saved; use one whose state is tensors and numbers"
+            )
+    return found
 
 
 def is_cut(value: object, dims: int) -> bool:
@@ -105,6 +116,7 @@ def bytes_of(value: object, shape: Sequence[int], element: int) -> int:
     return size * math.prod(sizes)
 
 
+@unset_fake_temporarily()
 def check_is_separable(
     make: Make, groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]], device: torch.device
 ) -> None:
@@ -115,11 +127,18 @@ def check_is_separable(
     """
     name = name_of(make)
     together = [
-        (options, [_draw(_shape(each), device, seed) for seed in range(2) for each in dims])
+        (options, [_draw(each, device, seed) for seed in range(2) for each in dims])
         for options, dims in groups
     ]
     pairs = [(options, p, p.clone()) for options, parameters in together for p in parameters]
-    _train(make, together, checks=True)
+    before = _own_state(make_optimizer(make, together))
+    after = _own_state(_train(make, together))
+    changed = next((key for key in after if before.get(key) != after[key]), None)
+    if changed is not None:
+        raise ConfigError(
+            f"optimizer: {name} keeps {changed!r} outside of its parameters' state, so it would "
+            "not move with a layer; use one that keeps all in state[parameter]"
+        )
     for options, _, alone in pairs:
         _train(make, [(options, [alone])])
     if not all(torch.equal(alone, p) for _, p, alone in pairs):
@@ -129,15 +148,14 @@ def check_is_separable(
         )
 
 
+@unset_fake_temporarily()
 def is_elementwise(make: Make, options: Mapping[str, Any], device: torch.device) -> bool:
     """Returns whether parts of a parameter are updated like the whole, as ZeRO-1 asks."""
-    whole = _draw(_shape(2), device)
+    whole = _draw(2, device)
     parts = [part.clone() for part in whole.reshape(-1).split(4)]
-    gradients = [_draw(whole.shape, device, 1 + step) for step in range(_STEPS)]
     try:
-        _train(make, [(options, [whole])], gradients)
-        for at, part in enumerate(parts):
-            _train(make, [(options, [part])], [g.reshape(-1).split(4)[at] for g in gradients])
+        for each in (whole, *parts):
+            _train(make, [(options, [each])])
         state = find_state(make, options, 1, device).values()
     except ConfigError:
         return False
@@ -150,71 +168,42 @@ def _shape(dims: int) -> tuple[int, ...]:
     return tuple(range(2, 2 + dims))
 
 
-def _draw(shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
-    with unset_fake_temporarily():
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(shape, generator=generator).to(device)
+def _draw(dims: int, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(_shape(dims), generator=generator).to(device)
 
 
-def _train(
-    make: Make,
-    groups: Sequence[Given],
-    gradients: Sequence[Tensor] | None = None,
-    checks: bool = False,
-) -> torch.optim.Optimizer:
-    """Makes some steps. `gradients` are those of all parameters alike."""
+@generators_kept(torch.device("cpu"))
+def _train(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer:
+    """Makes some steps. The gradient of an element follows from its value alone."""
     name = name_of(make)
-    with unset_fake_temporarily(), generators_kept(torch.device("cpu")):
-        optimizer = make_optimizer(make, groups)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"optimizer: {name} calls the model by a closure and needs all parameters at "
-                "once; use one whose step() needs no closure"
-            )
-        before = _own_state(optimizer) if checks else {}
-        for step in range(_STEPS):
-            for _, parameters in groups:
-                for p in parameters:
-                    drawn = _draw(p.shape, p.device, 1 + step)
-                    p.grad = drawn if gradients is None else gradients[step].clone()
-            try:
-                optimizer.step()
-            except Exception as error:  # anything that the user's code raises
-                raise ConfigError(
-                    one_line(f"optimizer: {name} cannot make a step: {error}{place(error)}")
-                ) from error
-        after = _own_state(optimizer) if checks else {}
-    changed = next((key for key in after if repr(before.get(key)) != repr(after[key])), None)
-    if changed is not None:
+    optimizer = make_optimizer(make, groups)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer: {name} keeps {changed!r} outside of its parameters' state, so it would "
-            "not move with a layer; use one that keeps all in state[parameter]"
+            f"optimizer: {name} calls the model by a closure and needs all parameters at once; "
+            "use one whose step() needs no closure"
         )
+    for step in range(_STEPS):
+        for _, parameters in groups:
+            for p in parameters:
+                p.grad = p * (step - 1.5)
+        try:
+            optimizer.step()
+        except Exception as error:  # anything that the user's code raises
+            raise ConfigError(
+                one_line(f"optimizer: {name} cannot make a step: {error}{place(error)}")
+            ) from error
     return optimizer
 
 
-def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns options of groups, and plain attributes, that a step may have changed."""
-    keys = sorted({key for group in optimizer.param_groups for key in group} - {"params"})
-    options = {key: [group.get(key) for group in optimizer.param_groups] for key in keys}
-    attributes = {
-        key: value
-        for key, value in vars(optimizer).items()
-        if isinstance(value, int | float | Tensor)
-        and not isinstance(value, bool)
-        and not key.startswith(_OF_TORCH)
-    }
-    return deepcopy(options | attributes)
-
-
-def _checked(name: str, key: str, value: object) -> object:
-    """Returns a state that can move and be saved."""
-    is_tensor = isinstance(value, Tensor)
-    if not (value.dtype in DTYPES.values() if is_tensor else isinstance(value, int | float)):
-        kind = value.dtype if is_tensor else f"a {type(value).__name__}"
-        raise ConfigError(
-            f"optimizer: {name} keeps {key!r}, {kind}, which can neither move nor be saved; use "
-            "one whose state is tensors and numbers"
-        )
-    return value
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Returns options of groups, and plain attributes, that a step may change, as texts."""
+    groups = optimizer.param_groups
+    names = {key for group in groups for key in group if key != "params"}
+    own: dict[str, Any] = {key: [group.get(key) for group in groups] for key in sorted(names)}
+    for key, value in vars(optimizer).items():
+        is_plain = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if is_plain and not key.startswith(_OF_TORCH):
+            own[key] = value
+    return {key: repr(value) for key, value in own.items()}
