@@ -10,9 +10,7 @@ A run is an elastic Indexed Job.
 Each pod is one rank, and rank 0 is index 0. A rank that has left is parked: its process waits until
 its pod is deleted. If it ended by itself, the controller would count its index as done.
 
-Kubernetes changes `completions` since 1.27. An older server lets only `parallelism` change and
-chooses the pods itself. On such a server the manager first deletes the pods of the ranks that left.
-The controller then has nothing to delete, or deletes their replacements, which are the youngest.
+Kubernetes changes `completions` since 1.27, so an older server is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ from dynmo.errors import ConfigError, RunError, not_installed
 # Seconds for one answer of the API server, and between two looks at the job.
 _ANSWER = 10.0
 _INTERVAL = 0.5
+# It can change the number of completions of a job.
+_OLDEST = (1, 27)
 # What a status of the API server means. 0: no TLS connection. -1: no answer.
 _ADVICE = {
     -1: "the API server at {host} does not answer ({said}); {by_hand}",
@@ -77,13 +77,7 @@ class KubernetesManager(ThreadedManager):
 
     def _grow(self, more: int) -> str:
         self._connect()
-        spec = self._read_job().spec
-        count = int(spec.parallelism) + more
-        if not self._is_elastic and count > (spec.completions or count):
-            raise RunError(
-                f"job {self._name} can have at most {spec.completions} pods; Kubernetes "
-                "can raise spec.completions from 1.27 on"
-            )
+        count = int(self._read_job().spec.parallelism) + more
         self._patch(count)
         self._wait(count)
         return f"job {self._name} has {count} pods, {more} of them new"
@@ -91,18 +85,16 @@ class KubernetesManager(ThreadedManager):
     def _shrink(self, left: Sequence[RankPlace], stay: Sequence[RankPlace]) -> str:
         count = len(stay)
         for place in stay:
-            pod, _, index = _short_host(place).rpartition("-")
+            pod, _, index = place.host.partition(".")[0].rpartition("-")
             if pod == self._job and index.isdecimal() and int(index) >= count:
                 raise RunError(
                     f"job {self._name} cannot give pods back: {place.host} would go, but its rank "
                     f"{place.rank} stays; the ranks that stay must be the lowest pods"
                 )
         self._connect()
-        for pod in self._find_pods(left):
-            self._ask(self._core.delete_namespaced_pod, pod, self._namespace)
         self._patch(count)
         # A pod that ends only after the next growth would count for its old index.
-        self._wait(count, left)
+        self._wait(count, ends=True)
         return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
 
     def _connect(self) -> None:
@@ -111,10 +103,13 @@ class KubernetesManager(ThreadedManager):
         self._deadline = time.monotonic() + self._timeout
         connection = client.ApiClient(_credentials(client))
         self._batch = client.BatchV1Api(connection)
-        self._core = client.CoreV1Api(connection)
         version = self._ask(client.VersionApi(connection).get_code)
         numbers = (re.sub(r"\D.*", "", each) for each in (version.major, version.minor))
-        self._is_elastic = tuple(int(number or 0) for number in numbers) >= (1, 27)
+        if tuple(int(number or 0) for number in numbers) < _OLDEST:
+            raise RunError(
+                f"job {self._name} cannot change: its server is Kubernetes {version.major}."
+                f'{version.minor}, and elastic.releaser = "kubernetes" needs 1.27 or newer'
+            )
 
     def _ask(self, call: Any, *arguments: Any, **named: Any) -> Any:
         """Calls the API server, again and again while it is out of reach or busy.
@@ -130,8 +125,6 @@ class KubernetesManager(ThreadedManager):
                 status, said = int(error.status or 0), _message(error)
             except (unreachable, OSError) as error:
                 status, said = -1, shorten(error)
-            if status == 404 and call == self._core.delete_namespaced_pod:
-                return None  # it is gone
             busy = status in (-1, 409, 429) or status >= 500
             if not busy or time.monotonic() >= self._deadline:
                 known = {"status": status, "said": said, "name": self._name}
@@ -146,36 +139,20 @@ class KubernetesManager(ThreadedManager):
         return self._ask(self._batch.read_namespaced_job, self._job, self._namespace)
 
     def _patch(self, count: int) -> None:
-        keys = ("parallelism", "completions")[: 1 + self._is_elastic]
-        body = {"spec": dict.fromkeys(keys, count)}
+        body = {"spec": {"parallelism": count, "completions": count}}
         self._ask(self._batch.patch_namespaced_job, self._job, self._namespace, body)
 
-    def _find_pods(self, places: Sequence[RankPlace]) -> list[str]:
-        """Returns the names of the pods that the manager must delete, ending ones included."""
-        if self._is_elastic:
-            return []
-        names = {place.node for place in places} | {_short_host(place) for place in places}
-        of_job = f"job-name={self._job}"
-        listed = self._ask(self._core.list_namespaced_pod, self._namespace, label_selector=of_job)
-        pods = {pod.metadata.name: pod.spec.hostname for pod in listed.items}
-        return [name for name, host in pods.items() if names & {name, host}]
-
-    def _wait(self, count: int, left: Sequence[RankPlace] | None = None) -> None:
-        """Waits until the job has so many pods, and until those of the ranks that left are gone."""
+    def _wait(self, count: int, ends: bool = False) -> None:
+        """Waits until the job has so many pods, and until others have ended if `ends`."""
         while True:
             status = self._read_job().status
-            active = status.active or 0
-            # Servers before 1.24 do not count ready pods, and those before 1.29 no ending ones.
-            ready = active if status.ready is None else status.ready
-            ending = status.terminating or 0
-            if left is None:
-                is_done = ready >= count
-            else:
-                is_done = active <= count and not ending and not self._find_pods(left)
+            # Servers before 1.29 do not count ending pods.
+            active, ready, ending = status.active or 0, status.ready or 0, status.terminating or 0
+            is_done = active <= count and not ending if ends else ready >= count
             if is_done:
                 return
             is_late = time.monotonic() >= self._deadline
-            if is_late or (left is None and self._has_more):
+            if is_late or (not ends and self._has_more):
                 see = f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
                 late = f" after {self._timeout:g} s; see {see}"
                 why = late if is_late else "; a newer change goes first"
@@ -186,10 +163,6 @@ class KubernetesManager(ThreadedManager):
     def _pause(self) -> None:
         if self._stopping.wait(_INTERVAL):
             raise RunError(f"job {self._name}: the run ended before its pods had changed")
-
-
-def _short_host(place: RankPlace) -> str:
-    return place.host.partition(".")[0]
 
 
 def _client() -> Any:

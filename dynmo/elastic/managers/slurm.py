@@ -21,7 +21,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynmo.elastic.manager import RankCommand, RankProcess
+from dynmo.elastic.manager import RankCommand, RankProcess, own_node
 from dynmo.errors import ConfigError, RunError
 
 # Seconds that a command of Slurm may take.
@@ -155,7 +155,9 @@ class SlurmStarter:
 
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         ended = [process.node for process in processes if isinstance(process, SlurmProcess)]
-        why = {os.environ.get("SLURMD_NODENAME"): "while the launcher runs there"}
+        # Outside of a step of Slurm (a shell of ssh, say) the node is known by its host name.
+        here = own_node(), own_node().partition(".")[0]
+        why = dict.fromkeys(here, "while the launcher runs there")
         running = [process.node for process in self._started if process.poll() is None]
         why |= dict.fromkeys(running, "until its last rank leaves")
         nodes, jobs = sorted({node for node in ended if node is not None}), ended.count(None)

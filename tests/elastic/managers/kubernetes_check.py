@@ -9,8 +9,7 @@ Debian's source package `kubernetes` builds the four, and its package `etcd-serv
 script starts them on 127.0.0.1, in a temporary folder. A stub takes the kubelet's place: it says of
 each pod that it runs, and removes it when it is deleted. No container is started.
 
-The server decides what can be checked. Before 1.27 `completions` cannot change, and before 1.21
-there is no Indexed Job. The script prints what it left out.
+The server is Kubernetes 1.27 or newer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import yaml
 
 from dynmo.elastic.manager import RankPlace
@@ -73,7 +70,6 @@ class Cluster:
         self._kubelet = threading.Thread(target=self._run_kubelet)
         self.client: Any = importlib.import_module("kubernetes.client")
         self.admin = folder / "admin.yaml"
-        self.version: tuple[int, int] = (0, 0)
 
     def start(self) -> None:
         """Starts etcd, the API server, the Job controller, the scheduler and the stub."""
@@ -92,21 +88,18 @@ class Cluster:
         self.core: Any = self.client.CoreV1Api(api)
         self.batch: Any = self.client.BatchV1Api(api)
         version = self.client.VersionApi(api).get_code()
-        self.version = (int(version.major), int(version.minor.rstrip("+")))
         client = importlib.import_module("kubernetes").__version__
         print(f"API server {version.git_version}, client {client}")
-        insecure_off = ["--port=0"] if self.version < (1, 24) else []
         common = [f"--kubeconfig={self.admin}", "--leader-elect=false", "--secure-port=0"]
         self._launch(
             "controller-manager",
             str(self._programs / "kube-controller-manager"),
             *common,
-            *insecure_off,
             "--controllers=job,garbagecollector,persistentvolume-binder,serviceaccount,serviceaccount-token",
             f"--service-account-private-key-file={keys / 'accounts.key'}",
             f"--root-ca-file={keys / 'apiserver.crt'}",
         )
-        self._launch("scheduler", str(self._programs / "kube-scheduler"), *common, *insecure_off)
+        self._launch("scheduler", str(self._programs / "kube-scheduler"), *common)
         self._add_node()
         self._kubelet.start()
 
@@ -261,12 +254,8 @@ def start_jobs(cluster: Cluster) -> list[str]:
     cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
     wait_until(lambda: bool(cluster.core.list_namespaced_service_account(NAMESPACE).items))
     # kubectl checks each key of examples/kubernetes against the server's schema.
-    job = documents("job.yaml")
-    if cluster.version < (1, 21):
-        for document in job:
-            document["spec"].pop("completionMode", None)
-        print("left out: completionMode (needs 1.21)")
-    apply(cluster, [*documents("rbac.yaml"), *documents("volume.yaml"), *job])
+    files = ("rbac.yaml", "volume.yaml", "job.yaml")
+    apply(cluster, [document for file in files for document in documents(file)])
     running = wait_for_pods(cluster, JOB, "Running", 4)
     # A job of one pod that needs a GPU.
     container = {"name": "c", "image": "none", "resources": {"limits": {GPU: "1"}}}
@@ -280,23 +269,12 @@ def start_jobs(cluster: Cluster) -> list[str]:
 
 def check_sizes(cluster: Cluster, running: list[str]) -> None:
     """Shrinks the job, grows it, and shrinks it again."""
-    is_elastic = cluster.version >= (1, 27)
     cluster.enter_pod()
-    stay, left = running[2:], running[:2]
-    if is_elastic:  # names of Indexed pods sort by index: dynmo-0-x, dynmo-1-x
-        stay, left = running[:2], running[2:]
+    # Names of Indexed pods sort by index: dynmo-0-x, dynmo-1-x
+    stay, left = running[:2], running[2:]
     gone, staying = places(left, 2), places(stay, 0)
     manager = KubernetesManager(timeout=30)
     manager.check()
-    if not is_elastic:
-        print("left out: completions change together with parallelism (needs 1.27)")
-        manager.give_back(gone, staying)
-        expect(manager, "failed", "forbids it")
-        # With the rule that is commented out.
-        text = re.sub(r"(?m)^  # (?=- apiGroups|  )", "  ", (MANIFESTS / "rbac.yaml").read_text())
-        apply(cluster, [*yaml.safe_load_all(text)])
-        expect_immutable(cluster)
-
     began = time.monotonic()
     manager.give_back(gone, staying)
     wait_for_pods(cluster, "other", "Running", 1)
@@ -306,14 +284,9 @@ def check_sizes(cluster: Cluster, running: list[str]) -> None:
     print("the pods that stay are the same as before")
 
     manager.start(2)
-    if is_elastic:
-        wait_for_pods(cluster, JOB, "Pending", 1)
-    else:
-        print("left out: pending pods are told from running ones (needs 1.24)")
-        expect(manager, "started", "2 of them new")
+    wait_for_pods(cluster, JOB, "Pending", 1)
     cluster.kubectl("delete", "job", "other")
-    if is_elastic:
-        expect(manager, "started", "2 of them new")
+    expect(manager, "started", "2 of them new")
     now = wait_for_pods(cluster, JOB, "Running", 4)
     assert set(stay) <= set(now)
 
@@ -387,15 +360,6 @@ def expect_failure(job: str, kubeconfig: Path | None, says: str) -> None:
         manager.start(1)
         expect(manager, "failed", says)
         manager.close()
-
-
-def expect_immutable(cluster: Cluster) -> None:
-    """A server before 1.27 refuses to change completions, as the manager expects."""
-    body = {"spec": {"parallelism": 3, "completions": 3}}
-    client = importlib.import_module("kubernetes.client")
-    with pytest.raises(client.ApiException, match="422") as refusal:
-        cluster.batch.patch_namespaced_job(JOB, NAMESPACE, body)
-    print(f"as expected, this server refuses the patch of newer ones: {refusal.value}")
 
 
 def wait_for_pods(cluster: Cluster, job: str, phase: str, count: int) -> list[str]:

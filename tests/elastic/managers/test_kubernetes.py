@@ -75,7 +75,7 @@ class FakeKubernetes:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_GET = do_PATCH = do_DELETE = answer
+            do_GET = do_PATCH = answer
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -119,20 +119,13 @@ class FakeKubernetes:
                 patch = json.loads(body)["spec"]
                 changed = self.spec | patch
                 if changed["completions"] != self.spec["completions"] and (
-                    self.minor < 27
-                    or self.spec["completionMode"] != "Indexed"
+                    self.spec["completionMode"] != "Indexed"
                     or changed["completions"] != changed["parallelism"]
                 ):
                     return 422, {"message": 'Job "run" is invalid:\n field is immutable'}
                 self.spec = changed
                 self.patches.append(patch)
             return 200, self._job()
-        pods = "/api/v1/namespaces/training/pods"
-        if path == pods:
-            return 200, {"items": [self._pod(name) for name in self._pods]}
-        if path.startswith(pods) and method == "DELETE":
-            self._ends[path.rpartition("/")[2]] = time.monotonic() + self.ends_after
-            return 200, {"metadata": {}}
         return 404, {"message": f"{path} not found"}
 
     def _control(self) -> None:
@@ -141,10 +134,7 @@ class FakeKubernetes:
         for name in [name for name, end in self._ends.items() if end < now]:
             del self._ends[name], self._pods[name]
         active = {name: i for name, i in self._pods.items() if name not in self._ends}
-        too_many = [name for name, i in active.items() if i >= self.spec["completions"]]
-        # An older controller looks at age, not at indexes.
-        too_many += list(active)[self.spec["parallelism"] :] if not too_many else []
-        for name in too_many:
+        for name in [name for name, i in active.items() if i >= self.spec["completions"]]:
             self._ends[name] = now + self.ends_after
         for index in range(int(self.spec["completions"])):
             active = {name: i for name, i in self._pods.items() if name not in self._ends}
@@ -152,15 +142,9 @@ class FakeKubernetes:
                 self._pods[f"run-{index}-x{self._made}"] = index
                 self._made += 1
 
-    def _pod(self, name: str) -> dict[str, Any]:
-        spec = {"hostname": f"run-{self._pods[name]}", "containers": [{"name": "c"}]}
-        return {"metadata": {"name": name}, "spec": spec}
-
     def _job(self) -> dict[str, Any]:
         active = len(self._pods) - len(self._ends)
-        status: dict[str, Any] = {"active": active}
-        if self.minor >= 24:
-            status["ready"] = min(active, 4 + self.free)
+        status: dict[str, Any] = {"active": active, "ready": min(active, 4 + self.free)}
         if self.minor >= 29:
             status["terminating"] = len(self._ends)
         spec = {**self.spec, "template": {"spec": {"containers": [{"name": "c"}]}}}
@@ -261,26 +245,13 @@ def test_release_and_request_scale_the_job(fake: FakeKubernetes, connect: Connec
     assert fake.patches == [{"parallelism": n, "completions": n} for n in (2, 5)]
 
 
-@pytest.mark.parametrize("fake", [20], indirect=True)
-def test_released_pods_are_deleted_before_kubernetes_1_27(
-    fake: FakeKubernetes, connect: Connect
-) -> None:
-    """The Job controller of an older server would delete the wrong pods.
-
-    This server deletes the youngest pods.
-    """
+@pytest.mark.parametrize("fake", [26], indirect=True)
+def test_a_server_before_1_27_is_refused(fake: FakeKubernetes, connect: Connect) -> None:
     manager = connect(fake.url)
-    before = [fake.pod(2), fake.pod(3)]
-    left = [RankPlace(0, "elsewhere", 1, fake.pod(0)), RankPlace(1, "run-1", 1)]
-    stay = [RankPlace(2, "a", 1), RankPlace(3, "b", 1)]
-    manager.give_back(left, stay)
-    one(manager, "released", 2)
-    assert before == [fake.pod(2), fake.pod(3)]
-    manager.start(2)
-    one(manager, "started", 2)
-    manager.start(1)
-    one(manager, "failed", 1, "4 pods")
-    assert fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
+    for change in (release_last, lambda manager: manager.start(1)):
+        change(manager)
+        one(manager, "failed", 1, "its server is Kubernetes 1.26+, and", "needs 1.27 or newer")
+    assert fake.patches == []
 
 
 def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Connect) -> None:

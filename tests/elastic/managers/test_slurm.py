@@ -19,7 +19,7 @@ import pytest
 
 from dynmo.elastic.manager import RankCommand
 from dynmo.elastic.managers.slurm import SlurmProcess, SlurmStarter, own_job_environment
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError
 from tests.elastic.run_launcher import (
     LENDS_TWO,
     PATHS,
@@ -243,6 +243,23 @@ def test_unreachable_controller_gives_a_one_line_error(
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(ConfigError, match=r"job 5: .*: no configuration; leave out"):
         SlurmStarter(2, tmp_path)
+
+
+def test_the_launchers_node_stays_outside_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shell of ssh has no SLURMD_NODENAME, and its host a longer name than the node."""
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "n1.cluster.example")
+    monkeypatch.setattr("dynmo.elastic.managers.slurm._run", lambda *_, **_options: "n1 n2")
+    ended = [SlurmProcess.__new__(SlurmProcess) for _ in range(2)]
+    ended[0].node, ended[1].node = "n1", "n2"
+    starter = SlurmStarter(2, tmp_path)
+    with pytest.raises(RunError, match=r"^n1 cannot be given back while the launcher runs there$"):
+        starter.give_back(ended[:1])
+    told = "job 5 gave back n2; n1 cannot be given back while the launcher runs there"
+    assert starter.give_back(ended) == told
 
 
 def test_separate_job_drops_variables_of_the_allocation() -> None:
