@@ -36,13 +36,12 @@ def make_engine(
     world: RankGroup,
     model: Model,
     partition: Partition,
-    limit: Limit,
     elsewhere: tuple[int, int] | None = None,
     schedule: str | None = None,
 ) -> Engine:
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
-    recompute, shapes = _from_shapes(options, model, limit)
+    recompute, shapes = _from_shapes(options, model)
     return Engine(
         world,
         model,
@@ -53,7 +52,7 @@ def make_engine(
             chunks=options.chunks,
             alternatives=SHAPES if options.schedule == AUTO else (),
             slices=options.pipeline if options.slices else None,
-            memory_limit=limit,
+            memory_limit=options.memory_limit,
             recompute=recompute,
             shapes=shapes,
             optimizer=settings_of(options),
@@ -75,11 +74,10 @@ def make_engine(
     )
 
 
-def _from_shapes(
-    options: PipelineOptions, model: Model, limit: Limit
-) -> tuple[RecomputeRule, Shapes | None]:
+def _from_shapes(options: PipelineOptions, model: Model) -> tuple[RecomputeRule, Shapes | None]:
     """Returns which layers recompute, and a function that finds costs from shapes."""
-    if options.recompute == "none" and limit is None:
+    is_limited = options.memory_limit is not None
+    if options.recompute == "none" and not is_limited:
         return (), None
     from functools import cache, partial
 
@@ -87,7 +85,7 @@ def _from_shapes(
 
     # The pipeline warns of unknown activations when it is made.
     shapes = cache(partial(shapes_of, options, model, level=logging.INFO))
-    return recompute_for(options, model, limit), shapes if limit is not None else None
+    return recompute_for(options, model), shapes if is_limited else None
 
 
 def join_engine(
@@ -96,7 +94,6 @@ def join_engine(
     model: Model,
     cases: Sequence[Dynamism],
     newcomer: NewcomerState,
-    limit: Limit,
 ) -> Engine:
     """Makes this process a rank of a running pipeline, whose ranks grow meanwhile."""
     engine = make_engine(
@@ -104,7 +101,6 @@ def join_engine(
         world,
         model,
         Partition(newcomer.layers_before),
-        limit,
         newcomer.shape_before,
         newcomer.state["schedule"],
     )

@@ -191,15 +191,15 @@ def dry_run(
     """
     for problem in problems(options, model.layers, model.options):
         raise ConfigError(problem)
-    limit, facts = options.memory_limit, options.facts(model.layers, model.options, on_cuda)
+    facts = options.facts(model.layers, model.options, on_cuda)
     check_own_rules(options)
     cases = make_cases([*options.cases, *own_cases], facts)
     modules = meta_layers(model) if cases else []
     for case in cases:
         case.check(modules)
     costs, unknown = known_costs(options, model)
-    check_later_ranks(options, model, costs, limit)
-    plan = first_plan(options, model, costs, limit, unknown)
+    check_later_ranks(options, model, costs)
+    plan = first_plan(options, model, costs, unknown)
     if model.options is None or model.options.kind != "hf":
         return plan
     return _with_files(plan, model)
@@ -219,11 +219,9 @@ def _with_files(plan: RunPlan, model: Model) -> RunPlan:
     )
 
 
-def check_later_ranks(
-    options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...], limit: Limit
-) -> None:
+def check_later_ranks(options: PipelineOptions, model: Model, costs: tuple[LayerCost, ...]) -> None:
     """Checks that the model fits the later numbers of ranks that `elastic` names."""
-    elastic = options.elastic
+    elastic, limit = options.elastic, options.memory_limit
     if limit is None or options.recompute != "none":
         return
     keys = {
@@ -264,7 +262,6 @@ def first_plan(
     options: PipelineOptions,
     model: Model,
     costs: tuple[LayerCost, ...],
-    limit: Limit,
     activations_unknown: str | None = None,
 ) -> RunPlan:
     """Plans the run from the first step on.
@@ -273,7 +270,7 @@ def first_plan(
     """
 
     def plan_of(name: str) -> RunPlan:
-        return _plan_of(options, model, costs, limit, activations_unknown, name)
+        return _plan_of(options, model, costs, activations_unknown, name)
 
     plan = (
         plan_of(options.schedule)
@@ -304,23 +301,22 @@ def _plan_of(
     options: PipelineOptions,
     model: Model,
     costs: tuple[LayerCost, ...],
-    limit: Limit,
     activations_unknown: str | None,
     name: str,
 ) -> RunPlan:
     partition = first_partition(options, model.layers, schedule=name)
     ranks, replicas = options.pipeline, options.replicas
     full = full_schedule(name, ranks, options.microbatches, options.chunks)
-    recompute = recompute_for(options, model, limit)
+    recompute = recompute_for(options, model)
     recomputed = frozenset(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )
     costs = recompute_as_workspace(costs, recomputed)
-    replica = replica_of(options, costs, limit, schedule=name)
+    replica = replica_of(options, costs, schedule=name)
     holder = [replica.stage_ranks[partition.owner(layer)] for layer in range(model.layers)]
     if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
-        replica = replica_of(options, costs, limit, schedule=name, objective=Objective.MAKESPAN)
+        replica = replica_of(options, costs, schedule=name, objective=Objective.MAKESPAN)
     plan = evaluate(replica.problem, Choice(replica.mesh, partition))
     return RunPlan(
         names=model.names,
@@ -331,7 +327,7 @@ def _plan_of(
             for stage in range(partition.stages)
         ),
         memory=plan.memory,
-        limit=limit,
+        limit=options.memory_limit,
         schedule=plan.schedule.name,
         microbatches=options.microbatches,
         precision=options.precision,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from dynmo.cost.costs_file import Profile
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import Forecast, LayerCost
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.plan.problem import Choice, Kind, Mesh, Problem, Rules
+from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import AUTO, shapes_of
@@ -17,14 +17,29 @@ UNKNOWN_LINK = 1e9
 """Bytes per second between ranks, if there is one rank and nothing to measure."""
 
 
-def measured_costs(engine: Engine, shapes: tuple[LayerCost, ...] | None) -> tuple[LayerCost, ...]:
-    """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
-    costs = engine.costs()
+def measured_costs(
+    engine: Engine,
+    shapes: tuple[LayerCost, ...] | None,
+    costs: tuple[LayerCost, ...] | None = None,
+) -> tuple[LayerCost, ...]:
+    """Returns the measured cost of every layer: seconds per microbatch, and bytes.
+
+    A workspace is memory that an op needs beside the bytes that it keeps. A run cannot measure it,
+    so it comes from the shapes. `costs` may be others than those of all readings.
+    """
+    costs = engine.costs() if costs is None else costs
     if shapes is None:
         return costs
-    from dynmo.pipeline.shape_costs import with_workspace
-
-    return with_workspace(costs, shapes, engine.store.layout.recomputed)
+    shapes = recompute_as_workspace(shapes, engine.store.layout.recomputed)
+    return tuple(
+        replace(
+            cost,
+            workspace_bytes=shape.workspace_bytes,
+            forward_workspace_bytes=shape.forward_workspace_bytes,
+            weight_workspace_bytes=shape.weight_workspace_bytes,
+        )
+        for cost, shape in zip(costs, shapes, strict=True)
+    )
 
 
 def problem_of(
@@ -33,7 +48,8 @@ def problem_of(
     costs: tuple[LayerCost, ...],
     step: int,
     kind: Kind,
-    **known: Any,
+    machines: tuple[str, ...],
+    forecasts: tuple[tuple[Forecast, ...], ...],
 ) -> Problem:
     """Returns what an engine knows before a step. All ranks get the same.
 
@@ -43,7 +59,8 @@ def problem_of(
         costs: Cost of each layer from all readings.
         step: The next step.
         kind: What is decided on. Other meshes need some link, even if a pipeline has one rank now.
-        known: Further fields of `Problem`.
+        machines: Name of the machine of each rank. Empty if none is known.
+        forecasts: What each dynamic case expects.
     """
     scheduled = engine.schedule_keeper.replica(costs, engine.speeds.current).problem
     profile = replace(profile_of(options, engine, costs), microbatch=options.samples)
@@ -61,8 +78,14 @@ def problem_of(
         step=step,
         end=options.end,
     )
-    bandwidth = min(rates, default=UNKNOWN_LINK)
-    return replace(scheduled, profile=profile, work=work, bandwidth=bandwidth, **known)
+    return replace(
+        scheduled,
+        profile=profile,
+        work=work,
+        bandwidth=min(rates, default=UNKNOWN_LINK),
+        machines=machines,
+        forecasts=forecasts,
+    )
 
 
 def choice_of(options: PipelineOptions, engine: Engine) -> Choice:

@@ -109,11 +109,13 @@ class Parts:
         facts = options.facts(model.layers, model.options, on_cuda)
         self._make_cases = partial(make_cases, cases, facts)
         self.cases = self._make_cases()
-        self.model, self.world, self.options = model, world, options
+        self._checks_memory = checks_memory and options.memory_limit is not None
+        limit = rank_memory_limit(options, world)
+        self.options = options.model_copy(update={"memory_limit": limit})
+        self.model, self.world = model, world
         self.listens, self.tell = log.listen is not None, partial(_tell, log.listen)
-        self._trace, self._checks_memory = log.trace, checks_memory
+        self._trace = log.trace
         self._watches_ranks = watches_ranks
-        self._memory_limit = rank_memory_limit(options, world)
         self._plan: RunPlan | None = None
         self.token_flops = 6 * (product_weights(model, model.build(())) or 0)
         self.peak_flops = options.peak_flops or device_peak_flops(world.device, options.precision)
@@ -173,8 +175,8 @@ class Parts:
         partition = first_partition(options, model.layers, pipeline, schedule)
         if saved is not None and len(saved.state.partition) == partition.stages:
             partition = Partition(tuple(saved.state.partition))
-        mesh, limit = arrange(world, replicas), self._memory_limit
-        self.engine = make_engine(options, mesh, model, partition, limit, schedule=schedule)
+        mesh = arrange(world, replicas)
+        self.engine = make_engine(options, mesh, model, partition, schedule=schedule)
         store = self.engine.store
         self.optimizer = OptimizerHandle(store.groups)
         for case in self.cases:
@@ -192,8 +194,8 @@ class Parts:
 
     def _known_shapes(self, is_new: bool) -> tuple[LayerCost, ...] | None:
         """Returns the layers' bytes by shapes, if a memory limits them."""
-        limit, model, options = self._memory_limit, self.model, self.options
-        if limit is None or options.micro_batch is None or model.options is None:
+        model, options = self.model, self.options
+        if options.memory_limit is None or options.micro_batch is None or model.options is None:
             return None  # nothing limits the memory, or no shapes are known
         from dynmo.pipeline.dry_run import check_later_ranks, first_plan
         from dynmo.pipeline.shape_costs import known_costs
@@ -201,9 +203,9 @@ class Parts:
         costs, unknown = known_costs(options, model)
         if unknown is not None and self.world.everyone.rank == 0:
             _logger.warning(unknown)
-        if options.memory_limit is not None and is_new and self._checks_memory:
-            check_later_ranks(options, model, costs, limit)
-            self._plan = first_plan(options, model, costs, limit, unknown)
+        if is_new and self._checks_memory:
+            check_later_ranks(options, model, costs)
+            self._plan = first_plan(options, model, costs, unknown)
         return costs if unknown is None else None
 
     # -- resume and join ---------------------------------------------------------------------------
@@ -243,9 +245,7 @@ class Parts:
             self.options = self.options.with_microbatches(newcomer.microbatches)
         # First, because all other ranks wait while this one joins.
         self.shapes = self._known_shapes(is_new=False)
-        self.engine = join_engine(
-            self.options, self.world, self.model, self.cases, newcomer, self._memory_limit
-        )
+        self.engine = join_engine(self.options, self.world, self.model, self.cases, newcomer)
         self.extra = state["extra"]
         self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
         if self.options.learning_rate is None:
@@ -259,7 +259,7 @@ class Parts:
         """Makes what leads from step to step, before this step."""
         options, engine = self.options, self.engine
         cases = Cases(self.cases, engine)
-        rebalancer = Rebalancer(options, engine, cases, self.shapes, moves, self._memory_limit)
+        rebalancer = Rebalancer(options, engine, cases, self.shapes, moves)
         self.step = step
         self.started: dict[int, Started] = {}
         self.ready: list[StepResult] = []

@@ -38,7 +38,6 @@ from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Readings, Rules
 from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.engine.engine import Engine
-from dynmo.schedule.memory import Limit
 
 if TYPE_CHECKING:
     from dynmo.plan.decide import Decision, DecisionRecord
@@ -89,11 +88,10 @@ class Rebalancer:
         cases: Cases,
         shapes: tuple[LayerCost, ...] | None,
         moves: int = 0,
-        memory_limit: Limit = None,
     ) -> None:
         self._options, self._engine = options, engine
         self._actions = Actions(engine)
-        self._cases, self._shapes, self._memory_limit = cases, shapes, memory_limit
+        self._cases, self._shapes = cases, shapes
         # True if the work has changed since the last decision about another mesh.
         self._unshaped = options.elastic.reshape
         self._watch = (
@@ -170,9 +168,8 @@ class Rebalancer:
             costs,
             step,
             rules.kind,
-            forecasts=self._cases.forecasts(step - 1),
-            memory_limit=self._memory_limit,
-            machines=tuple(machines),
+            tuple(machines),
+            self._cases.forecasts(step - 1),
         )
         keeper = engine.schedule_keeper
         stays = rules.kind == "placement"  # as many replicas, with the measured shares

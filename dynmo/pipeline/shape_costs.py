@@ -6,7 +6,7 @@ Nothing is computed or allocated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import dropwhile
@@ -39,7 +39,7 @@ from dynmo.runtime.optim.parameter_groups import ParameterGroups, fused_class
 from dynmo.runtime.optim.precision import PRECISIONS, lower
 from dynmo.runtime.state.spread_groups import spread_linears, spreading
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.memory import Limit, least_limit, rank_limits
+from dynmo.schedule.memory import rank_limits
 from dynmo.schedule.op import Schedule
 
 _logger = logging.getLogger(__name__)
@@ -323,33 +323,12 @@ def _is_frozen(layer: Layer) -> bool:
     return not any(p.requires_grad for p in layer.module.parameters())
 
 
-def with_workspace(
-    costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]
-) -> tuple[LayerCost, ...]:
-    """Returns measured costs with the workspaces from shapes.
-
-    A workspace is memory that an op needs beside the bytes that it keeps. A run cannot measure it.
-    """
-    if shapes is None:
-        return costs
-    shapes = recompute_as_workspace(shapes, recomputed)
-    return tuple(
-        replace(
-            cost,
-            workspace_bytes=shape.workspace_bytes,
-            forward_workspace_bytes=shape.forward_workspace_bytes,
-            weight_workspace_bytes=shape.weight_workspace_bytes,
-        )
-        for cost, shape in zip(costs, shapes, strict=True)
-    )
-
-
-def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> RecomputeRule:
+def recompute_for(options: PipelineOptions, model: Model) -> RecomputeRule:
     """Returns `train.recompute` as a pipeline takes it.
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
     """
-    recompute = options.recompute
+    recompute, limit = options.recompute, options.memory_limit
     if isinstance(recompute, tuple):
         return recompute
     if recompute != "auto" or limit is None:
@@ -367,7 +346,7 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
 
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         costs = costs_for(replicas)
-        replica = replica_of(options, costs, least_limit(limit), replicas=replicas)
+        replica = replica_of(options, costs, replicas=replicas)
         limits = rank_limits(limit, schedule.ranks) or ()
         return choose_recomputed(
             costs,
@@ -383,7 +362,6 @@ def recompute_for(options: PipelineOptions, model: Model, limit: Limit) -> Recom
 def replica_of(
     options: PipelineOptions,
     costs: tuple[LayerCost, ...],
-    limit: Limit,
     *,
     replicas: int | None = None,
     schedule: str | None = None,
@@ -394,6 +372,6 @@ def replica_of(
     usual = Objective.SPAN if validates else Objective.MAKESPAN
     names = tuple(map(str, range(len(costs))))
     work = Work(objective or usual, validates, options.chunks, options.accumulation_groups)
-    problem = Problem(Profile(costs, names, microbatch=1), work, limit)
+    problem = Problem(Profile(costs, names, microbatch=1), work, options.memory_limit)
     name, count = schedule or options.schedule, replicas or options.replicas
     return Replica(problem, problem.mesh(options.pipeline, options.microbatches, name, count))

@@ -159,8 +159,8 @@ class Measured(_View):
             steps: Number of steps that the costs were measured over.
             costs: Cost of each layer. The default is `costs()`.
         """
-        from dynmo.pipeline.gathering import profile_of
-        from dynmo.pipeline.shape_costs import shapes_of, with_workspace
+        from dynmo.pipeline.gathering import measured_costs, profile_of
+        from dynmo.pipeline.shape_costs import shapes_of
 
         engine, options = self._engine, self._changes.options
         measured = tuple(self.costs() if costs is None else costs)
@@ -171,7 +171,7 @@ class Measured(_View):
                 if options.micro_batch is None
                 else shapes_of(options, engine.model, level=level)
             )
-            measured = with_workspace(measured, shapes, engine.store.layout.recomputed)
+            measured = measured_costs(engine, shapes, measured)
         return profile_of(options, engine, measured, steps)
 
     def account(self) -> Account:

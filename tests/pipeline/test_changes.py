@@ -51,7 +51,7 @@ def test_planner_is_told_of_the_ranks_that_are_there(monkeypatch: pytest.MonkeyP
     rebalancer.decide.return_value.refusal = "no"
     assert own._ask_planner(5) is None
     given = rebalancer.decide.call_args.args[1]
-    assert (given.there, given.most) == (3, 4)
+    assert (given.available_ranks, given.most_ranks) == (3, 4)
 
 
 def test_gain_of_a_change_of_ranks_is_measured_if_one_was_predicted() -> None:

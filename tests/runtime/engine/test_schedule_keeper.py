@@ -44,7 +44,7 @@ def engine_of(world: Meeting, config: dict[str, Any]) -> tuple[Engine, tuple[Lay
     loaded = parse(config)
     options, model = loaded.options, model_of(loaded)
     places = uniform(model.layers, world.size)
-    pipeline = make_engine(options, world, model, places, options.memory_limit)
+    pipeline = make_engine(options, world, model, places)
     return pipeline, recompute_as_workspace(shape_costs(options, model), ())
 
 
