@@ -98,7 +98,7 @@ def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Threshold:
     """The weights that stay.
 
     Attributes:
@@ -134,8 +134,10 @@ def _keys(tensor: Tensor) -> Tensor:
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest first
 
 
-def cut(parts: Mapping[int, Iterable[Tensor]], keep: int, layers: int, total: Sum) -> Cut:
-    """Finds the cut that keeps exactly `keep` of the candidates of all ranks.
+def find_threshold(
+    parts: Mapping[int, Iterable[Tensor]], keep: int, layers: int, total: Sum
+) -> Threshold:
+    """Finds the threshold that keeps exactly `keep` of the candidates of all ranks.
 
     If there are no more than that, all stay. Works on one tensor at a time.
 
@@ -152,9 +154,9 @@ def cut(parts: Mapping[int, Iterable[Tensor]], keep: int, layers: int, total: Su
                 counts += torch.bincount(digits, minlength=1 << width).cpu()
         from_top = total(counts, "the magnitudes of all weights").flip(0).cumsum(0)
         if shift + width == 31 and int(from_top[-1]) <= keep:
-            return Cut(-1, (0,) * layers)
+            return Threshold(-1, (0,) * layers)
         if keep <= 0:
-            return Cut(2**31 - 1, (0,) * layers)
+            return Threshold(2**31 - 1, (0,) * layers)
         place = int((from_top < left).sum())
         left -= int(from_top[place - 1]) if place else 0
         bits = (bits << width) | ((1 << width) - 1 - place)
@@ -163,7 +165,7 @@ def cut(parts: Mapping[int, Iterable[Tensor]], keep: int, layers: int, total: Su
         equal[layer] = sum(int((_keys(tensor) == bits).sum()) for tensor in tensors)
     total(equal, "the weights at the threshold")
     before = equal.cumsum(0) - equal
-    return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
+    return Threshold(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
 
 
 # -- the case --------------------------------------------------------------------------------------
@@ -212,13 +214,19 @@ class PruningCase(Dynamism):
         parts = {i: Candidates(modules[i], masters(i, layers)) for i in layers.own if i in targets}
         sizes = {i: sum(dense_size(linear) for _, linear in linears(modules[i])) for i in targets}
         keep = round((1 - wanted) * sum(sizes.values()))
-        everyone = cut(parts, keep, layers.count, total) if self._criterion == "global" else None
+        everyone = (
+            find_threshold(parts, keep, layers.count, total)
+            if self._criterion == "global"
+            else None
+        )
         # Columns per layer: weights before, weights after, linears, linears in sparse form.
         table = torch.zeros(layers.count, 4, dtype=torch.int64)
         for index, tensors in parts.items():
-            if everyone is None:  # the cut of a single layer knows it as layer 0
+            if everyone is None:  # the threshold of a single layer knows it as layer 0
                 keep = round((1 - wanted) * sizes[index])
-                keeps = cut({0: tensors}, keep, 1, lambda counts, _: counts).keep(0, tensors)
+                keeps = find_threshold({0: tensors}, keep, 1, lambda counts, _: counts).keep(
+                    0, tensors
+                )
             else:
                 keeps = everyone.keep(index, tensors)
             if not all(bool(kept.all()) for kept in keeps):

@@ -18,18 +18,18 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.torch_private import unset_fake_temporarily
-from dynmo.models.huggingface.cut import Halves, half_of, keeps_numbers
+from dynmo.models.huggingface.halves import BlockHalves, half_of, keeps_numbers
 from dynmo.models.huggingface.layers import (
-    BlockShell,
-    EmbeddingShell,
-    Frame,
-    HeadShell,
-    Shell,
+    BlockLayer,
+    EmbeddingLayer,
+    HeadLayer,
+    HuggingFaceLayer,
+    SharedModel,
     TypesAt,
 )
 from dynmo.models.huggingface.names import base_name
 from dynmo.models.huggingface.private import initialise
-from dynmo.models.huggingface.probe import Structure
+from dynmo.models.huggingface.probe import ModelStructure
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.stubs import (
     has_no_values,
@@ -68,7 +68,7 @@ class Place:
     half: int | None = None
 
 
-def places(halves: Sequence[Halves | None]) -> list[Place]:
+def places(halves: Sequence[BlockHalves | None]) -> list[Place]:
     """Returns the layers of a model whose blocks are cut like this."""
     between = list[Place]()
     for index, each in enumerate(halves):
@@ -129,8 +129,8 @@ class Builder:
         base_folder: Folder of the frozen weights that checkpoints leave out.
     """
 
-    structure: Structure
-    halves: Sequence[Halves | None]
+    structure: ModelStructure
+    halves: Sequence[BlockHalves | None]
     fill: Fill
     router: RouterLoss | None = None
     types: TypesAt = lambda _: {}
@@ -147,8 +147,8 @@ class Builder:
         """Returns all layers. Those that are not owned are on the meta device."""
         # A dry run builds layers with another default device.
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
-            frame = Frame(self.structure, self._shared(), self.router, self.types)
-            layers = [self._shell(frame, place) for place in self.places]
+            shared_model = SharedModel(self.structure, self._weightless(), self.router, self.types)
+            layers = [self._layer(shared_model, place) for place in self.places]
             for index, layer in enumerate(layers):
                 _untie_within(layer)
                 layer.base_folder = self.base_folder
@@ -188,7 +188,7 @@ class Builder:
             pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
         return tuple(pairs)
 
-    def _check_cuts(self, layers: Sequence[Shell], owned: Collection[int]) -> None:
+    def _check_cuts(self, layers: Sequence[HuggingFaceLayer], owned: Collection[int]) -> None:
         """Compares one block of each kind with its halves, if this rank holds both.
 
         A wrong cut would change numbers silently.
@@ -196,23 +196,23 @@ class Builder:
         checked = set[object]()
         for index in () if has_no_values() else sorted(owned):
             first, place = layers[index], self.places[index]
-            if place.half != 0 or index + 1 not in owned or not isinstance(first, BlockShell):
+            if place.half != 0 or index + 1 not in owned or not isinstance(first, BlockLayer):
                 continue
             second, halves = layers[index + 1], self.halves[first.index]
             kind = tuple(map(type, self.structure.block(first.index).modules()))
-            if kind in checked or halves is None or not isinstance(second, BlockShell):
+            if kind in checked or halves is None or not isinstance(second, BlockLayer):
                 continue
             checked.add(kind)
             draws = torch.Generator().manual_seed(0)
             hidden = torch.randn(self.structure.hidden.shape, generator=draws)
-            arguments = first.frame.arguments(first.index, hidden, None, None)
+            arguments = first.shared_model.arguments(first.index, hidden, None, None)
             if not keeps_numbers(first.block, second.block, halves, hidden, arguments):
                 raise ConfigError(
                     f"block {first.index} ({type(first.block).__name__}): its halves compute other "
                     'numbers than the whole block; leave blocks whole (cut = "blocks")'
                 )
 
-    def _shared(self) -> dict[str, nn.Module]:
+    def _weightless(self) -> dict[str, nn.Module]:
         """Returns the modules without weights that layers share, with their buffers."""
         model, made = self.structure.model, dict[str, nn.Module]()
         for path in units_of(model, self.structure.blocks):
@@ -224,14 +224,14 @@ class Builder:
                 _check_values(made[path], path)
         return made
 
-    def _shell(self, frame: Frame, place: Place) -> Shell:
+    def _layer(self, shared_model: SharedModel, place: Place) -> HuggingFaceLayer:
         structure = self.structure
         if place.block is not None:
             block = _copied(structure.block(place.block))
             halves = self.halves[place.block]
             if halves is not None and place.half is not None:
                 block = half_of(block, halves, place.half)
-            return BlockShell(frame, place.block, block)
+            return BlockLayer(shared_model, place.block, block)
         is_first = place.name == "embedding"
         units = {
             path: structure.model.get_submodule(path)
@@ -239,8 +239,8 @@ class Builder:
         }
         owned = {path: _copied(module) for path, module in units.items() if _is_owned(module)}
         if is_first:
-            return EmbeddingShell(frame, owned, structure.base)
-        return HeadShell(frame, owned, "")
+            return EmbeddingLayer(shared_model, owned, structure.base)
+        return HeadLayer(shared_model, owned, "")
 
 
 def _is_owned(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ to layer. The attention mask and the position ids of the batch follow them, if t
 the sums of the routers, if they have a loss.
 
 What the model's own code gives its blocks (masks, rotary positions and other constants) comes from
-the frame of a rank: a skeleton whose blocks are recorders. It runs once for each microbatch.
+the shared model of a rank: a copy whose blocks are recorders. It runs once for each microbatch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dynmo.kernels.split import LOW
 from dynmo.models.huggingface.names import adapted, base_name, is_adapter
 from dynmo.models.huggingface.private import on_shapes
-from dynmo.models.huggingface.probe import Structure, embedding_width
+from dynmo.models.huggingface.probe import ModelStructure, embedding_width
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.stubs import (
     Arguments,
@@ -30,8 +30,8 @@ from dynmo.models.huggingface.stubs import (
     has_weights,
     hidden_of,
     set_first_parameter,
-    skeleton,
     spine_of,
+    with_stubs,
 )
 
 Carried = tuple[Tensor, ...]
@@ -54,27 +54,27 @@ def _key_of(hidden: Tensor, *given: Tensor | None) -> tuple[Any, ...]:
     return hidden.shape, hidden.dtype, hidden.device, type(hidden), which, keys
 
 
-class Frame:
-    """Makes the arguments of the blocks on one rank.
+class SharedModel:
+    """What the layers of one rank share of a model. It makes the arguments of the blocks.
 
     Args:
-        shared: Modules without weights, by path. They run on the device of the hidden states.
+        weightless: Modules without weights, by path. They run on the device of the hidden states.
         router: The loss of the routers, if there is one.
         types: The types of buffers in each precision.
     """
 
     def __init__(
         self,
-        structure: Structure,
-        shared: dict[str, nn.Module],
+        structure: ModelStructure,
+        weightless: dict[str, nn.Module],
         router: RouterLoss | None,
         types: TypesAt,
     ) -> None:
-        self.structure, self.shared = structure, shared
+        self.structure, self.weightless = structure, weightless
         self.router, self.types = router, types
         # What stands for modules that other layers own.
         self.stand_ins: list[tuple[str, StandIn]] = []
-        whole, self._recorders = skeleton(
+        whole, self._recorders = with_stubs(
             structure.model, structure.blocks, self._unit, structure.recorder
         )
         self._base = whole.get_submodule(structure.base).eval()
@@ -89,7 +89,9 @@ class Frame:
         is_after = path in self.structure.after and path not in self.structure.before
         if is_after or isinstance(module, nn.modules.dropout._DropoutNd):
             return PassedOver(module)
-        return self.stand_in(path, module) if has_weights(module) else Borrowed(self.shared[path])
+        return (
+            self.stand_in(path, module) if has_weights(module) else Borrowed(self.weightless[path])
+        )
 
     def stand_in(self, path: str, module: nn.Module) -> StandIn:
         self.stand_ins.append((path, StandIn(module)))
@@ -144,7 +146,7 @@ class Frame:
         if (device, dtype) == self._moved:
             return
         types = self.types(dtype)
-        for path, module in self.shared.items():
+        for path, module in self.weightless.items():
             for name, buffer in module.to(device).named_buffers(path):
                 buffer.data = buffer.data.to(types.get(name, buffer.dtype))
         for path, module in self.spine:
@@ -168,8 +170,8 @@ def precision_of(layer: nn.Module, like: Tensor) -> torch.dtype:
     return next((each for each in kinds if each in LOW), next(iter(kinds), like.dtype))
 
 
-def spine_in(whole: nn.Module, structure: Structure) -> list[tuple[str, nn.Module]]:
-    """Returns the modules of a skeleton that hold the blocks, by path."""
+def spine_in(whole: nn.Module, structure: ModelStructure) -> list[tuple[str, nn.Module]]:
+    """Returns the modules of a copy with stubs that hold the blocks, by path."""
     return [(path, whole.get_submodule(path)) for path in spine_of(structure.blocks)]
 
 
@@ -186,7 +188,8 @@ def packed(hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Car
     """
     if mask is not None and mask.dim() == 2:
         mask = mask.unsqueeze(1)
-    # Copies, because the caller may write to the batch. The frame knows a microbatch by its memory.
+    # Copies, because the caller may write to the batch. The shared model knows
+    # a microbatch by its memory.
     return (hidden, *(x.clone() for x in (mask, positions) if x is not None))
 
 
@@ -202,11 +205,11 @@ def unpacked(carried: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     return (mask.squeeze(1) if mask is not None and mask.dim() == 3 else mask), positions
 
 
-class Shell(nn.Module):
+class HuggingFaceLayer(nn.Module):
     """A layer that has modules of a transformers model under the model's names.
 
     Args:
-        frame: The frame of this rank.
+        shared_model: That of this rank.
 
     Attributes:
         float32_adapters: Whether adapters stay in float32 in any precision.
@@ -216,20 +219,20 @@ class Shell(nn.Module):
     float32_adapters: bool = False
     base_folder: str | None = None
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, shared_model: SharedModel) -> None:
         super().__init__()
-        self._frame = Unowned(frame)
+        self._shared_model = Unowned(shared_model)
 
     @property
-    def frame(self) -> Frame:
-        return self._frame.value
+    def shared_model(self) -> SharedModel:
+        return self._shared_model.value
 
     def types_in(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the types of parameters and buffers in a precision, by name.
 
         An adapter has the type of its weight.
         """
-        types = self.frame.types(dtype)
+        types = self.shared_model.types(dtype)
         found = dict[str, torch.dtype]()
         for name in (n for n, _ in (*self.named_parameters(), *self.named_buffers())):
             weight = f"{adapted(name)}.weight" if is_adapter(name) else base_name(name)
@@ -250,7 +253,7 @@ class Shell(nn.Module):
         where.add_module(name, module)
 
 
-class EndShell(Shell):
+class OuterLayer(HuggingFaceLayer):
     """A layer that runs the model's own code around the blocks.
 
     Args:
@@ -258,30 +261,34 @@ class EndShell(Shell):
         path: Path of the part that it runs. Empty means the whole model.
     """
 
-    def __init__(self, frame: Frame, owned: Mapping[str, nn.Module], path: str) -> None:
-        super().__init__(frame)
+    def __init__(
+        self, shared_model: SharedModel, owned: Mapping[str, nn.Module], path: str
+    ) -> None:
+        super().__init__(shared_model)
         for where, module in owned.items():
             self.own(where, module)
-        structure = frame.structure
+        structure = shared_model.structure
 
         def unit(where: str, module: nn.Module) -> nn.Module:
             if where in owned:
                 return owned[where]
-            if where in frame.shared:
-                return Borrowed(frame.shared[where])
+            if where in shared_model.weightless:
+                return Borrowed(shared_model.weightless[where])
             return (
-                frame.stand_in(where, module) if where in structure.before else PassedOver(module)
+                shared_model.stand_in(where, module)
+                if where in structure.before
+                else PassedOver(module)
             )
 
-        whole, recorders = skeleton(structure.model, structure.blocks, unit, structure.recorder)
+        whole, recorders = with_stubs(structure.model, structure.blocks, unit, structure.recorder)
         spine = spine_in(whole, structure)
-        frame.spine += spine
+        shared_model.spine += spine
         self._recorders = Unowned(recorders)
         self._spine, self._runs = Unowned(spine), Unowned(whole.get_submodule(path))
 
     def run_model(self, mask: Tensor | None, positions: Tensor | None, **inputs: Tensor) -> Any:
         given = next(iter(inputs.values()))
-        self.frame.move(given.device, precision_of(self, given))
+        self.shared_model.move(given.device, precision_of(self, given))
         for _, module in self._spine.value:
             module.training = self.training
         with on_shapes(given):
@@ -292,7 +299,7 @@ class EndShell(Shell):
             each.forget()
 
 
-class EmbeddingShell(EndShell):
+class EmbeddingLayer(OuterLayer):
     """The first layer: everything that the model runs before its first block."""
 
     def forward(
@@ -308,11 +315,11 @@ class EmbeddingShell(EndShell):
         assert hidden is not None
         self._forget()
         carried = packed(hidden, attention_mask, position_ids)
-        router = self.frame.router
+        router = self.shared_model.router
         return carried if router is None else (*carried, *router.start(hidden.device))
 
 
-class HeadShell(EndShell):
+class HeadLayer(OuterLayer):
     """The last layer: everything that the model runs after its last block.
 
     It returns logits, and the loss of the routers if there is one.
@@ -322,12 +329,12 @@ class HeadShell(EndShell):
         mask, positions = unpacked(carried)
         self._recorders.value[-1].given = hidden
         try:
-            embedded = self.frame.embedded(hidden, precision_of(self, hidden))
+            embedded = self.shared_model.embedded(hidden, precision_of(self, hidden))
             out = self.run_model(mask, positions, inputs_embeds=embedded)
         finally:
             self._recorders.value[-1].given = None
             self._forget()
-        router, (_, sums) = self.frame.router, without_sums(carried)
+        router, (_, sums) = self.shared_model.router, without_sums(carried)
         return out.logits if router is None else (out.logits, router.loss(*sums))
 
     def inputs_of_a_piece(self, carried: Carried) -> Carried:
@@ -338,7 +345,7 @@ class HeadShell(EndShell):
         return without_sums(carried)[1]
 
 
-class BlockShell(Shell):
+class BlockLayer(HuggingFaceLayer):
     """A block, or one half of it.
 
     Args:
@@ -346,9 +353,9 @@ class BlockShell(Shell):
         block: The block. Of a half, a copy in which the other half adds nothing.
     """
 
-    def __init__(self, frame: Frame, index: int, block: nn.Module) -> None:
-        super().__init__(frame)
-        self.own(frame.structure.block_path(index), block)
+    def __init__(self, shared_model: SharedModel, index: int, block: nn.Module) -> None:
+        super().__init__(shared_model)
+        self.own(shared_model.structure.block_path(index), block)
         self.index, self._block = index, Unowned(block)
 
     @property
@@ -357,8 +364,8 @@ class BlockShell(Shell):
 
     def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
         mask, positions = unpacked(carried)
-        args, kwargs = self.frame.arguments(self.index, hidden, mask, positions, self)
-        router, block = self.frame.router, self.block
+        args, kwargs = self.shared_model.arguments(self.index, hidden, mask, positions, self)
+        router, block = self.shared_model.router, self.block
         with on_shapes(hidden):
             if router is None:
                 return (hidden_of(block(hidden, *args, **kwargs)), *carried)

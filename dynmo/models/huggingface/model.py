@@ -30,12 +30,17 @@ from dynmo.errors import ConfigError, first_line, not_installed
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, places
-from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.layers import TypesAt
 from dynmo.models.huggingface.load import Weights, weights_of
 from dynmo.models.huggingface.names import FolderClass, folder_class_of
 from dynmo.models.huggingface.private import initialise, types_after_loading
-from dynmo.models.huggingface.probe import Structure, UnfitModelError, find_blocks, structure_of
+from dynmo.models.huggingface.probe import (
+    ModelStructure,
+    UnfitModelError,
+    find_blocks,
+    structure_of,
+)
 from dynmo.models.huggingface.router import router_loss_of
 from dynmo.models.huggingface.rows import check_rows
 from dynmo.models.loss import Loss, causal_lm_loss, count_labels, is_sum
@@ -49,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 
-Cut = Literal["auto", "blocks"]
+BlockCut = Literal["auto", "blocks"]
 
 # Keys of a configuration file, by the arguments in Python.
 _KEYS = {
@@ -77,7 +82,7 @@ class HuggingFaceModel(Model):
     """
 
     config: PreTrainedConfig
-    structure: Structure
+    structure: ModelStructure
     folder: Path | None = None
     lora: LoraConfig | None = None
     saved: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +100,7 @@ class HuggingFaceModel(Model):
 def from_pretrained(  # noqa: PLR0913
     source: str | Path | PreTrainedConfig,
     *,
-    cut: Cut = "auto",
+    cut: BlockCut = "auto",
     lora: LoraConfig | str | Path | None = None,
     float32_adapters: bool = False,
     saves_base: bool = True,
@@ -176,7 +181,7 @@ def from_pretrained(  # noqa: PLR0913
         halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
         for index in range(structure.count)
     ]
-    cuts = [each if isinstance(each, Halves) else None for each in halves]
+    cuts = [each if isinstance(each, BlockHalves) else None for each in halves]
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -314,7 +319,7 @@ def _stop_checkpointing(model: nn.Module) -> bool:
     return bool(asking)
 
 
-def _structure(model: PreTrainedModel) -> Structure:
+def _structure(model: PreTrainedModel) -> ModelStructure:
     try:
         return structure_of(model)
     except UnfitModelError as error:

@@ -1,6 +1,6 @@
 """Finds what a transformers model runs before, in and after its blocks.
 
-Nothing is known about families. One forward of a skeleton shows the order. Recorders stand for the
+Nothing is known about families. One forward of a copy shows the order. Recorders stand for its
 blocks, and modules with weights are replaced by stand-ins that know the shapes of their results.
 
     embedding  --->  block 0  --->  block 1  --->  ...  --->  norm, output layer
@@ -34,10 +34,10 @@ from dynmo.models.huggingface.stubs import (
     mapped,
     marked,
     on_meta,
-    skeleton,
     spine_of,
     tensors_of,
     units_of,
+    with_stubs,
     without_memory,
 )
 
@@ -52,7 +52,7 @@ class UnfitModelError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Structure:
+class ModelStructure:
     """The parts of a model.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Probe(Recorder):
             return without_memory(self.original)(*given[0], **given[1])
 
 
-def structure_of(model: PreTrainedModel) -> Structure:
+def structure_of(model: PreTrainedModel) -> ModelStructure:
     """Finds the parts of a causal language model of transformers.
 
     Args:
@@ -154,7 +154,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
         made.register_forward_pre_hook(lambda *_: calls.append(path))
         return made
 
-    whole, probes = skeleton(model, blocks, unit, lambda at, block: _Probe(at, block, calls))
+    whole, probes = with_stubs(model, blocks, unit, lambda at, block: _Probe(at, block, calls))
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     _run(whole, input_ids=ids)
     seen = [list(probe.leaves()) for probe in probes]
@@ -175,7 +175,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
                 raise UnfitModelError(
                     f"block {index} takes {what}, which depends on the ids or on another block"
                 )
-    return Structure(
+    return ModelStructure(
         model=model,
         base=base,
         blocks=blocks,
@@ -327,7 +327,7 @@ def _arguments(
     model: nn.Module, blocks: str, elements: Sequence[int | None], embedded: Tensor
 ) -> list[Arguments]:
     """Returns the arguments of the blocks if these return nothing but hidden states."""
-    whole, recorders = skeleton(
+    whole, recorders = with_stubs(
         model, blocks, lambda _, unit: StandIn(unit), lambda at, each: Recorder(each, elements[at])
     )
     with torch.no_grad():

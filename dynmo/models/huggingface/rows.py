@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import ConfigError, InputError
-from dynmo.models.huggingface.cut import evaluated
-from dynmo.models.huggingface.layers import EmbeddingShell, Shell
+from dynmo.models.huggingface.halves import evaluated
+from dynmo.models.huggingface.layers import EmbeddingLayer, HuggingFaceLayer
 from dynmo.models.huggingface.stubs import hidden_of
 from dynmo.models.model import Model
 from dynmo.options import LARGEST
@@ -93,8 +93,8 @@ def check_packing(model: Model, owned: Collection[int]) -> None:
 
 
 def _check(layer: nn.Module, name: str) -> None:
-    assert isinstance(layer, Shell)
-    model = layer.frame.structure.model
+    assert isinstance(layer, HuggingFaceLayer)
+    model = layer.shared_model.structure.model
     with evaluated(layer), torch.no_grad(), torch.device("cpu"):
         if not any(_keeps_apart(layer, draw) for draw in range(_DRAWS)):
             raise ConfigError(
@@ -103,9 +103,9 @@ def _check(layer: nn.Module, name: str) -> None:
             )
 
 
-def _keeps_apart(layer: Shell, seed: int) -> bool:
-    structure, draws = layer.frame.structure, torch.Generator().manual_seed(seed)
-    if isinstance(layer, EmbeddingShell):
+def _keeps_apart(layer: HuggingFaceLayer, seed: int) -> bool:
+    structure, draws = layer.shared_model.structure, torch.Generator().manual_seed(seed)
+    if isinstance(layer, EmbeddingLayer):
         vocabulary = structure.model.config.get_text_config().vocab_size
         alone = torch.randint(vocabulary, _ALONE, generator=draws)
     else:
@@ -115,10 +115,10 @@ def _keeps_apart(layer: Shell, seed: int) -> bool:
     return bool((found - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
 
 
-def _output(layer: Shell, given: Tensor, positions: Tensor | None) -> Tensor:
+def _output(layer: HuggingFaceLayer, given: Tensor, positions: Tensor | None) -> Tensor:
     """Returns hidden states or logits."""
-    if isinstance(layer, EmbeddingShell):
+    if isinstance(layer, EmbeddingLayer):
         return hidden_of(layer(given, None, positions))
-    router = layer.frame.router
+    router = layer.shared_model.router
     sums = () if router is None else router.start(given.device)
     return hidden_of(layer(given, *(() if positions is None else (positions,)), *sums))

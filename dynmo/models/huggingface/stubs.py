@@ -253,7 +253,7 @@ def units_of(model: nn.Module, blocks: str) -> Iterator[str]:
             )
 
 
-def skeleton(
+def with_stubs(
     model: nn.Module,
     blocks: str,
     unit: Callable[[str, nn.Module], nn.Module],
@@ -288,7 +288,7 @@ def skeleton(
 
 
 def set_first_parameter(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives a module that holds the blocks in a skeleton a device and a type."""
+    """Gives a module that holds the blocks in a copy a device and a type."""
     first = module._parameters[_FIRST]
     assert first is not None
     if (first.device, first.dtype) != (device, dtype):

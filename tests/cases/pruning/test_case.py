@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dynmo
 from dynmo import ModelOptions
 from dynmo.cases.pruning import Pruning
-from dynmo.cases.pruning.case import Cubic, PruningCase, cut, masters
+from dynmo.cases.pruning.case import Cubic, PruningCase, find_threshold, masters
 from dynmo.cases.pruning.sparse_linear import MaskedLinear, SparseLinear, linears
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, ConfigError
@@ -103,18 +103,18 @@ class Several:
 def over_ranks(
     parts: dict[int, list[Tensor]], split: int, keep: int, layers: int
 ) -> dict[int, list[Tensor]]:
-    """The results of `cut` and `Cut.keep` on two ranks, of which one has layers below `split`."""
+    """What `find_threshold` keeps on two ranks, of which one has layers below `split`."""
     sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
     answers: list[list[Tensor]] = [[], []]
     # Each question needs the other side's answer to the same one: a pass tells one more.
     for _ in range(5):
         for which in (0, 1):
             asker = Several(answers[1 - which])
-            cut(sides[which], keep, layers, asker.sum)
+            find_threshold(sides[which], keep, layers, asker.sum)
             answers[which] = asker.asked
     out: dict[int, list[Tensor]] = {}
     for which in (0, 1):
-        masks = cut(sides[which], keep, layers, Several(answers[1 - which]).sum)
+        masks = find_threshold(sides[which], keep, layers, Several(answers[1 - which]).sum)
         out |= {i: masks.keep(i, tensors) for i, tensors in sides[which].items()}
     return out
 
@@ -141,7 +141,7 @@ def test_largest_weights_are_kept(parts: list[list[list[float]]], keep: int, spl
     """Layer and position decide ties, in the same way on one and on two ranks."""
     tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in x] for i, x in enumerate(parts)}
     expected = by_sorting(tensors, keep)
-    masks = cut(tensors, keep, len(parts), Alone().sum)
+    masks = find_threshold(tensors, keep, len(parts), Alone().sum)
     alone = {layer: masks.keep(layer, own) for layer, own in tensors.items()}
     for found in (alone, over_ranks(tensors, split, keep, len(parts))):
         for layer, keeps in found.items():
@@ -151,7 +151,7 @@ def test_largest_weights_are_kept(parts: list[list[list[float]]], keep: int, spl
 def test_search_sends_a_bounded_number_of_bytes() -> None:
     """It does not grow with the number of weights."""
     asker = Several()
-    cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker.sum)
+    find_threshold({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker.sum)
     assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
 
 

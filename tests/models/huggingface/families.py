@@ -12,10 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface.build import Builder
-from dynmo.models.huggingface.cut import Halves, halves_of
+from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.model import meta_model
 from dynmo.models.huggingface.private import initialise
-from dynmo.models.huggingface.probe import Structure, structure_of
+from dynmo.models.huggingface.probe import ModelStructure, structure_of
 from dynmo.models.tied import Pair
 from tests.models.huggingface.tiny import VOCABULARY, config
 
@@ -60,11 +60,11 @@ def family(name: str) -> Family:
     try:
         structure = structure_of(meta)
         cuts = [halves_of(structure, index) for index in range(structure.count)]
-        told.blocks = (sum(isinstance(each, Halves) for each in cuts), structure.count)
+        told.blocks = (sum(isinstance(each, BlockHalves) for each in cuts), structure.count)
         told.reason = "; ".join(dict.fromkeys(each for each in cuts if isinstance(each, str)))
         assert meta.num_parameters() < 1e7, f"{kind}: make its config smaller"
         whole = whole_model(made)
-        halves = [each if isinstance(each, Halves) else None for each in cuts]
+        halves = [each if isinstance(each, BlockHalves) else None for each in cuts]
         for what, cut in {"whole": [None] * structure.count, "halves": halves}.items():
             if what == "whole" or any(cut):
                 for batch, different in _differences(structure, cut, whole).items():
@@ -97,7 +97,7 @@ def whole_model(made: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _differences(
-    structure: Structure, halves: list[Halves | None], whole: nn.Module
+    structure: ModelStructure, halves: list[BlockHalves | None], whole: nn.Module
 ) -> dict[str, str]:
     """What differs, by the batch."""
     values, buffers = whole.state_dict(), dict(whole.named_buffers())

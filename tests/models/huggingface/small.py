@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dynmo
-from dynmo.models.huggingface.layers import Frame, Shell
+from dynmo.models.huggingface.layers import HuggingFaceLayer, SharedModel
 from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.tiny import VOCABULARY, model_of
@@ -16,10 +16,10 @@ from tests.models.huggingface.tiny import VOCABULARY, model_of
 ROWS, TOKENS = 12, 9
 
 
-def frame_of(model: dynmo.Model) -> Frame:
+def shared_model_of(model: dynmo.Model) -> SharedModel:
     first = model.build(())[0]
-    assert isinstance(first, Shell)
-    return first.frame
+    assert isinstance(first, HuggingFaceLayer)
+    return first.shared_model
 
 
 def make_batch(step: int, padded: bool) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface import build
 from dynmo.models.huggingface.build import frozen_layers, places
-from dynmo.models.huggingface.cut import Halves
+from dynmo.models.huggingface.halves import BlockHalves
 from dynmo.models.huggingface.model import from_pretrained
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.families import whole_model
@@ -86,7 +86,7 @@ def test_a_model_that_fills_the_buffers_of_its_blocks_finds_them() -> None:
     assert torch.equal(found.get_buffer("model.layers.1.mamba.mup_vector"), wanted)
 
 
-PLACES = places([Halves(("attention", "mlp"), (None, None), ((), ()))] * 3)
+PLACES = places([BlockHalves(("attention", "mlp"), (None, None), ((), ()))] * 3)
 
 
 def test_a_model_has_layers_that_do_not_train() -> None:

@@ -8,26 +8,26 @@ import pytest
 import torch
 
 import dynmo
-from dynmo.models.huggingface.layers import Frame
-from tests.models.huggingface.small import frame_of, make_batch
+from dynmo.models.huggingface.layers import SharedModel
+from tests.models.huggingface.small import make_batch, shared_model_of
 from tests.models.huggingface.tiny import VOCABULARY, model_of
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
-    run = Frame._run
+    run = SharedModel._run
 
-    def count(self: Frame, *arguments: Any) -> Any:
+    def count(self: SharedModel, *arguments: Any) -> Any:
         counted.append(1)
         return run(self, *arguments)
 
-    monkeypatch.setattr(Frame, "_run", count)
+    monkeypatch.setattr(SharedModel, "_run", count)
     return counted
 
 
 @pytest.mark.parametrize(("padded", "expected"), [(False, 0), (True, 4)])
-def test_a_frame_runs_once_a_microbatch(runs: list[int], padded: bool, expected: int) -> None:
+def test_shared_model_runs_once_a_microbatch(runs: list[int], padded: bool, expected: int) -> None:
     with dynmo.init(device="cpu") as world:
         pipeline = dynmo.Pipeline(model_of(), world, microbatches=4)
         pipeline.step(make_batch(0, padded))
@@ -52,15 +52,15 @@ def test_positions_need_no_mask(kind: str) -> None:
 
 
 def test_a_mask_that_was_written_to_counts(runs: list[int]) -> None:
-    frame = frame_of(model_of())
+    shared_model = shared_model_of(model_of())
     hidden, mask = torch.zeros(3, 5, 32), torch.ones(3, 5, dtype=torch.int64)
-    first = frame.arguments(0, hidden, mask, None)
-    assert frame.arguments(1, hidden.clone(), mask, None)[1].keys() == first[1].keys()
+    first = shared_model.arguments(0, hidden, mask, None)
+    assert shared_model.arguments(1, hidden.clone(), mask, None)[1].keys() == first[1].keys()
     assert len(runs) == 1
     mask[0, 0] = 0
-    other = frame.arguments(0, hidden, mask, None)
+    other = shared_model.arguments(0, hidden, mask, None)
     assert len(runs) == 2
     assert first[1]["attention_mask"] is None
     assert other[1]["attention_mask"] is not None
-    frame.arguments(0, torch.zeros(2, 5, 32), mask[:2], None)
+    shared_model.arguments(0, torch.zeros(2, 5, 32), mask[:2], None)
     assert len(runs) == 3

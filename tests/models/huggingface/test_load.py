@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.layers import Shell
+from dynmo.models.huggingface.layers import HuggingFaceLayer
 from dynmo.models.huggingface.load import Reader
 from dynmo.models.huggingface.model import HuggingFaceModel, disk_bytes, from_pretrained
 from dynmo.models.huggingface.stubs import marked, retensored
@@ -50,8 +50,8 @@ def values_of(model: HuggingFaceModel) -> dict[str, Tensor]:
     """Returns the parameters and buffers of all layers, and of the modules that they share."""
     layers = model.build(range(model.layers))
     made = {name: tensor for layer in layers for _, name, tensor in named_tensors(layer)}
-    assert isinstance(layers[0], Shell)
-    for path, module in layers[0].frame.shared.items():
+    assert isinstance(layers[0], HuggingFaceLayer)
+    for path, module in layers[0].shared_model.weightless.items():
         made |= {f"{path}.{name}": tensor for _, name, tensor in named_tensors(module)}
     return made
 

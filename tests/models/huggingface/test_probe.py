@@ -8,15 +8,15 @@ import re
 import pytest
 import torch
 
-from dynmo.models.huggingface.cut import halves_of
+from dynmo.models.huggingface.halves import halves_of
 from dynmo.models.huggingface.model import meta_model
-from dynmo.models.huggingface.probe import Structure, UnfitModelError, structure_of
+from dynmo.models.huggingface.probe import ModelStructure, UnfitModelError, structure_of
 from tests.combinations import mostly_matrix
 from tests.models.huggingface.tiny import config
 
 
 @functools.cache
-def structure(kind: str) -> Structure:
+def structure(kind: str) -> ModelStructure:
     return structure_of(meta_model(kind, config(kind), trust_remote_code=False))
 
 

@@ -14,7 +14,7 @@ from dynmo.events import Event, StepResult
 from dynmo.metrics import numbers_of
 from dynmo.models.huggingface.router import router_loss_of
 from tests.combinations import mostly_matrix
-from tests.models.huggingface.small import frame_of, make_batch
+from tests.models.huggingface.small import make_batch, shared_model_of
 from tests.models.huggingface.tiny import config, model_of
 from tests.pool import Pool
 
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, padded: bool) -
 
 
 def test_a_config_without_it_has_no_router_loss() -> None:
-    assert frame_of(model_of("mixtral")).router is None
+    assert shared_model_of(model_of("mixtral")).router is None
 
 
 def test_an_unknown_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import dynmo
 from docs.tools.families import PAGE
 from dynmo.huggingface import from_pretrained, save_pretrained
-from dynmo.models.huggingface.layers import Shell
+from dynmo.models.huggingface.layers import HuggingFaceLayer
 from dynmo.pipeline.options import Precision, grouped
 from dynmo.pipeline.shape_costs import shape_costs
 from tests.combinations import mostly_matrix
@@ -50,8 +50,8 @@ def types_of(pipeline: dynmo.Pipeline) -> dict[str, torch.dtype]:
     """Returns the type of each parameter and buffer, those of no layer too."""
     found = dict[str, torch.dtype]()
     for layer in pipeline.mesh.modules.values():
-        assert isinstance(layer, Shell)
-        for path, module in ((("", layer)), *layer.frame.shared.items()):
+        assert isinstance(layer, HuggingFaceLayer)
+        for path, module in ((("", layer)), *layer.shared_model.weightless.items()):
             named = (*module.named_parameters(path), *module.named_buffers(path))
             found |= {name: tensor.dtype for name, tensor in named}
     return found

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.models.huggingface.private import experts_on_shapes
-from dynmo.models.huggingface.probe import Structure
+from dynmo.models.huggingface.probe import ModelStructure
 from dynmo.models.huggingface.stubs import (
     AddsNothing,
     Arguments,
@@ -36,7 +36,7 @@ from dynmo.models.huggingface.stubs import (
 
 
 @dataclass(frozen=True)
-class Halves:
+class BlockHalves:
     """The children of a block, by half.
 
     Attributes:
@@ -50,7 +50,7 @@ class Halves:
     others: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def half_of(block: nn.Module, halves: Halves, half: int) -> nn.Module:
+def half_of(block: nn.Module, halves: BlockHalves, half: int) -> nn.Module:
     """Returns one half of a block: a copy that keeps the children of the half only."""
     twin, other = shallow_copy(block), 1 - half
     name = halves.main[other]
@@ -69,7 +69,7 @@ class _Call:
     output: Any
 
 
-def halves_of(structure: Structure, index: int) -> Halves | str:
+def halves_of(structure: ModelStructure, index: int) -> BlockHalves | str:
     """Returns how a block is cut, or why it stays whole."""
     block = structure.block(index)
     if next(block.parameters(recurse=False), None) is not None:
@@ -101,12 +101,12 @@ def halves_of(structure: Structure, index: int) -> Halves | str:
         for each in removable:
             each.remove()
     halves = _halves(block, calls, hidden_of(out))
-    if isinstance(halves, Halves) and not _passes_on(structure, index, halves):
+    if isinstance(halves, BlockHalves) and not _passes_on(structure, index, halves):
         return "the hidden states change even where a module adds nothing"
     return halves
 
 
-def _passes_on(structure: Structure, index: int, halves: Halves) -> bool:
+def _passes_on(structure: ModelStructure, index: int, halves: BlockHalves) -> bool:
     """Runs a block without its modules: what is left must return the hidden states unchanged."""
     taken: list[Tensor] = []
     bare = half_of(half_of(structure.block(index), halves, 0), halves, 1)
@@ -128,7 +128,7 @@ def _traced(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def _halves(block: nn.Module, calls: list[_Call], out: Tensor) -> Halves | str:
+def _halves(block: nn.Module, calls: list[_Call], out: Tensor) -> BlockHalves | str:
     names = [call.name for call in calls]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -162,7 +162,7 @@ def _halves(block: nn.Module, calls: list[_Call], out: Tensor) -> Halves | str:
     if not _second_needs_first(calls, first, second):
         return "its two modules take the same hidden states (parallel attention)"
     silent = [name for name, _ in block.named_children() if name not in names]
-    return Halves(
+    return BlockHalves(
         (first.name, second.name),
         (elements[0], elements[1]),
         (tuple(others[0]), (*others[1], *silent)),
@@ -218,7 +218,7 @@ def evaluated(*parts: nn.Module) -> Generator[None]:
 
 @torch.no_grad()
 def keeps_numbers(
-    first: nn.Module, second: nn.Module, halves: Halves, hidden: Tensor, arguments: Arguments
+    first: nn.Module, second: nn.Module, halves: BlockHalves, hidden: Tensor, arguments: Arguments
 ) -> bool:
     """Whether two halves with values compute what their block computes."""
     args, kwargs = arguments
