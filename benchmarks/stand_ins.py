@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.output import main
-from dynmo.models.huggingface.model import Cut, from_pretrained
+from dynmo.models.huggingface.model import BlockCut, from_pretrained
 
 Side = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -61,13 +61,13 @@ def _sides(hidden: int, blocks: int) -> dict[str, Side]:
     sides: dict[str, Side] = {
         "plain": lambda ids, mask: plain(ids, attention_mask=mask, use_cache=False).logits
     }
-    cuts: dict[str, Cut] = {"blocks": "blocks", "halves": "auto"}
+    cuts: dict[str, BlockCut] = {"blocks": "blocks", "halves": "auto"}
     for name, cut in cuts.items():
         sides[name] = _layers(config, cut, plain.state_dict())
     return sides
 
 
-def _layers(config: LlamaConfig, cut: Cut, state: dict[str, Tensor]) -> Side:
+def _layers(config: LlamaConfig, cut: BlockCut, state: dict[str, Tensor]) -> Side:
     model = from_pretrained(config, cut=cut)
     layers = model.build(range(model.layers))
     for layer in layers:

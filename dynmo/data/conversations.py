@@ -54,12 +54,11 @@ class Conversation(NamedTuple):
     first: int = 0
 
 
-def conversation_of(record: Record, place: str, template: str) -> Conversation:
+def conversation_of(record: Record, template: str) -> Conversation:
     """Reads a conversation.
 
     Args:
         record: Has one of the forms above.
-        place: Where the record is, for messages.
         template: The source of the chat template. It may know more roles.
 
     Raises:
@@ -71,19 +70,19 @@ def conversation_of(record: Record, place: str, template: str) -> Conversation:
         try:
             tools = json.loads(tools) if tools else None
         except ValueError:
-            raise BrokenSampleError(f"{place}: tools is no JSON") from None
+            raise BrokenSampleError("tools is no JSON") from None
     first, talk = 0, list[Message]()
     if record.get("messages") is not None:
-        talk = _messages(record, "messages", place)
+        talk = _messages(record, "messages")
     elif record.get("conversations") is not None:
-        said = _messages(record, "conversations", place)
-        talk = [_from_sharegpt(each, f"{place}: message {n}") for n, each in enumerate(said, 1)]
+        said = _messages(record, "conversations")
+        talk = [_from_sharegpt(each, n) for n, each in enumerate(said, 1)]
         if record.get("system") is not None:
             talk.insert(0, {"role": "system", "content": record["system"]})
     else:
-        talk = _messages(record, "prompt", place)
+        talk = _messages(record, "prompt")
         first = len(talk)
-        talk += _messages(record, "completion", place)
+        talk += _messages(record, "completion")
     for number, message in enumerate(talk, 1):
         role = message.get("role")
         if role not in _ROLES and not (isinstance(role, str) and role and role in template):
@@ -93,11 +92,11 @@ def conversation_of(record: Record, place: str, template: str) -> Conversation:
                 if "from" in message:
                     said += ' (with "from" and "value", the key is "conversations")'
             raise BrokenSampleError(
-                f"{place}: message {number} has {said}; known are {', '.join(_ROLES)}, and what "
-                "the chat template names"
+                f"message {number} has {said}; known are {', '.join(_ROLES)}, and what the chat "
+                "template names"
             )
         if message.get("content") is None and not message.get("tool_calls"):
-            raise BrokenSampleError(f"{place}: message {number} has no content")
+            raise BrokenSampleError(f"message {number} has no content")
     return Conversation(talk, tools, first)
 
 
@@ -107,39 +106,39 @@ def is_conversation(record: Record) -> bool:
     return has_lists or any(record.get(key) is not None for key in ("messages", "conversations"))
 
 
-def _messages(record: Record, key: str, place: str) -> list[Message]:
+def _messages(record: Record, key: str) -> list[Message]:
     """Returns messages without keys that have no value."""
     value = record.get(key)
     if not isinstance(value, list) or not value:
-        raise BrokenSampleError(f"{place}: {key} is not a list with messages")
+        raise BrokenSampleError(f"{key} is not a list with messages")
     messages = list[Message]()
     for number, each in enumerate(cast("list[object]", value), 1):
         if not isinstance(each, Mapping):
             kind = type(each).__name__
-            raise BrokenSampleError(
-                f"{place}: message {number} of {key} is a {kind}, not a dictionary"
-            )
+            raise BrokenSampleError(f"message {number} of {key} is a {kind}, not a dictionary")
         given = cast("Mapping[str, Any]", each)
         messages.append({name: part for name, part in given.items() if part is not None})
     return messages
 
 
-def _from_sharegpt(said: Message, place: str) -> Message:
+def _from_sharegpt(said: Message, number: int) -> Message:
     if "role" in said:
         return said
     speaker, value = said.get("from"), said.get("value")
     role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         known = ", ".join(_SPEAKERS)
-        raise BrokenSampleError(f"{place} is from {speaker!r}; known are {known}")
+        raise BrokenSampleError(f"message {number} is from {speaker!r}; known are {known}")
     if not isinstance(value, str):
-        raise BrokenSampleError(f"{place} has no text as its value")
+        raise BrokenSampleError(f"message {number} has no text as its value")
     if speaker != "function_call":
         return {"role": role, "content": value}
     try:
         found: Any = json.loads(value)
     except ValueError:
-        raise BrokenSampleError(f"{place} is a function_call whose value is no JSON") from None
+        raise BrokenSampleError(
+            f"message {number} is a function_call whose value is no JSON"
+        ) from None
     calls = cast("list[Any]", found if isinstance(found, list) else [found])
     return {"role": role, "tool_calls": [{"type": "function", "function": each} for each in calls]}
 

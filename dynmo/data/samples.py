@@ -16,7 +16,8 @@ adds to a text is left out if the text has it. Nothing ends between prompt and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -107,9 +108,17 @@ class Encoder:
         Raises:
             BrokenSampleError: The record is no sample, or no label counts.
         """
-        found = self._usable_keys(record, place)
+        with _told_at(place):
+            sample = self._sample(record, place)
+            # The first token of a row has no loss, for none comes before it.
+            if all(label == IGNORED for label in sample.labels[1:]):
+                raise BrokenSampleError(self._why_uncounted(sample))
+            return sample
+
+    def _sample(self, record: Record, place: str) -> Sample:
+        found = self._usable_keys(record)
         if "input_ids" in found:
-            sample = self._given(record, place)
+            sample = self._given(record)
         elif is_conversation(record):
             sample = self._conversation(record, place)
         elif {"prompt", "completion"} <= found:
@@ -118,11 +127,7 @@ class Encoder:
             ids = self._ended(self._special.whole(record["text"], self.longest))
             sample = Sample(ids, ids)
         self._name_unused(record, place)
-        sample = Sample(*(each[: self.longest] for each in sample))
-        # The first token of a row has no loss, for none comes before it.
-        if all(label == IGNORED for label in sample.labels[1:]):
-            raise BrokenSampleError(f"{place}: {self._why_uncounted(sample)}")
-        return sample
+        return Sample(*(each[: self.longest] for each in sample))
 
     def _why_uncounted(self, sample: Sample) -> str:
         if not self.answers_only or len(sample.ids) < 2:
@@ -136,10 +141,11 @@ class Encoder:
 
     def look(self, record: Record, place: str) -> None:
         """Raises BrokenSampleError if keys or values are no sample. Tokenises nothing."""
-        if "input_ids" in self._usable_keys(record, place):
-            self._given(record, place)
-        elif is_conversation(record):
-            conversation_of(record, place, self._template.source)
+        with _told_at(place):
+            if "input_ids" in self._usable_keys(record):
+                self._given(record)
+            elif is_conversation(record):
+                conversation_of(record, self._template.source)
 
     def has_special(self, record: Record) -> bool:
         """Whether a text of a record has ids of a beginning or an end already."""
@@ -148,24 +154,24 @@ class Encoder:
         keys = keys_of(record) & {"text", "prompt", "completion"}
         return any(self._special.are_in(record[key]) for key in keys)
 
-    def _usable_keys(self, record: Record, place: str) -> set[str]:
+    def _usable_keys(self, record: Record) -> set[str]:
         """Returns the keys of a record whose texts and messages can be tokenised."""
         found = keys_of(record)
         if "input_ids" in found:
             return found
         if self.tokenizer is None:
-            raise BrokenSampleError(f"{place}: has no input_ids, as the first record has")
+            raise BrokenSampleError("has no input_ids, as the first record has")
         needed = next((needed for needed, _ in _KINDS if needed <= found), None)
         if needed is None:
             columns = ", ".join(sorted(map(str, record))) or "nothing"
             raise BrokenSampleError(
-                f"{place}: has {columns}; a record needs messages, conversations, prompt and "
-                "completion, text, or input_ids"
+                f"has {columns}; a record needs messages, conversations, prompt and completion, "
+                "text, or input_ids"
             )
         if is_conversation(record):
             return found
         for key in sorted(needed):
-            _check_text(record, key, place)
+            _check_text(record, key)
         return found
 
     def _name_unused(self, record: Record, place: str) -> None:
@@ -190,18 +196,18 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    def _given(self, record: Record, place: str) -> Sample:
-        ids = _numbers(record, "input_ids", place)
-        labels = _numbers(record, "labels", place) if record.get("labels") is not None else ids
+    def _given(self, record: Record) -> Sample:
+        ids = _numbers(record, "input_ids")
+        labels = _numbers(record, "labels") if record.get("labels") is not None else ids
         if len(labels) != len(ids):
-            raise BrokenSampleError(f"{place}: has {len(ids)} input_ids and {len(labels)} labels")
+            raise BrokenSampleError(f"has {len(ids)} input_ids and {len(labels)} labels")
         for name, values in (("input_ids", ids), ("labels", set(labels) - {IGNORED})):
             wrong = next((value for value in values if not 0 <= value < self.vocab), None)
             if wrong is not None:
                 raise BrokenSampleError(
-                    f"{place}: {name} has {wrong}; the model has tokens 0 to {self.vocab - 1}"
+                    f"{name} has {wrong}; the model has tokens 0 to {self.vocab - 1}"
                 )
-        return _of_one_sample(record, Sample(ids, labels), place)
+        return _of_one_sample(record, Sample(ids, labels))
 
     def _completion(self, prompt: str, completion: str) -> Sample:
         first = self._special.begun(prompt, self.longest)
@@ -211,17 +217,17 @@ class Encoder:
 
     def _conversation(self, record: Record, place: str) -> Sample:
         template = self._template
-        talk = conversation_of(record, place, template.source)
+        talk = conversation_of(record, template.source)
         try:
             text = template.write(talk.messages, talk.tools)
         except Exception as error:  # a template raises what it wants
             said = str(error) or type(error).__name__
-            raise BrokenSampleError(f"{place}: the chat template refuses it: {said}") from None
-        _check_unicode(text, "the conversation", place)
+            raise BrokenSampleError(f"the chat template refuses it: {said}") from None
+        _check_unicode(text, "the conversation")
         if template.leaves_out_parts(talk):
             raise BrokenSampleError(
-                f"{place}: a content is a list of parts, which the chat template does not read; "
-                "give it as one text"
+                "a content is a list of parts, which the chat template does not read; give it as "
+                "one text"
             )
         self._name_unused_by_template(talk, place)
         if not self.answers_only:
@@ -235,7 +241,7 @@ class Encoder:
         if spans is None:
             other = "" if self.answers_only == "last" else 'set it to "last", or '
             raise BrokenSampleError(
-                f"{place}: the chat template changes earlier messages when later ones follow, so "
+                "the chat template changes earlier messages when later ones follow, so "
                 f"data.answers_only = {value_text(self.answers_only)} cannot tell the answers "
                 f"apart; {other}mark them in the template with {{% generation %}}"
             )
@@ -248,20 +254,29 @@ class Encoder:
         return Sample(ids, labels)
 
 
+@contextmanager
+def _told_at(place: str) -> Generator[None]:
+    """Lets the message of a broken sample begin with its place."""
+    try:
+        yield
+    except BrokenSampleError as error:
+        raise BrokenSampleError(f"{place}: {error}") from None
+
+
 def keys_of(record: Record) -> set[str]:
     """Returns the keys that have a value. None is no value."""
     return {key for key, value in record.items() if value is not None}
 
 
-def _of_one_sample(record: Record, sample: Sample, place: str) -> Sample:
+def _of_one_sample(record: Record, sample: Sample) -> Sample:
     """Leaves out the padding at both ends, and checks that there is one sample between them."""
     kinds = {"attention_mask": (int, bool), "position_ids": (int,)}
     there = keys_of(record) & kinds.keys()
-    given = {name: _numbers(record, name, place, kinds[name]) for name in sorted(there)}
+    given = {name: _numbers(record, name, kinds[name]) for name in sorted(there)}
     for name, values in given.items():
         if len(values) != len(sample.ids):
             ids = len(sample.ids)
-            raise BrokenSampleError(f"{place}: has {ids} input_ids and {len(values)} {name}")
+            raise BrokenSampleError(f"has {ids} input_ids and {len(values)} {name}")
     mask = given.get("attention_mask", [1] * len(sample.ids))
     real = [at for at, each in enumerate(mask) if each]
     start, stop = (real[0], real[-1] + 1) if real else (0, 0)
@@ -270,31 +285,31 @@ def _of_one_sample(record: Record, sample: Sample, place: str) -> Sample:
     if is_broken or any(b != a + 1 for a, b in pairwise(positions)):
         what = "attention_mask" if is_broken else "position_ids"
         raise BrokenSampleError(
-            f"{place}: {what} tells of several samples; give each sample a record, and leave out "
+            f"{what} tells of several samples; give each sample a record, and leave out "
             'the mask (data.batching = "packed" packs)'
         )
     return Sample(sample.ids[start:stop], sample.labels[start:stop])
 
 
-def _check_text(record: Record, key: str, place: str) -> None:
+def _check_text(record: Record, key: str) -> None:
     value = record[key]
     if not isinstance(value, str):
         kind = type(value).__name__
-        raise BrokenSampleError(f"{place}: {key} has the type {kind}; it must be a text")
-    _check_unicode(value, key, place)
+        raise BrokenSampleError(f"{key} has the type {kind}; it must be a text")
+    _check_unicode(value, key)
 
 
-def _check_unicode(text: str, name: str, place: str) -> None:
+def _check_unicode(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BrokenSampleError(f"{place}: {name} is no Unicode text ({error.reason})") from None
+        raise BrokenSampleError(f"{name} is no Unicode text ({error.reason})") from None
 
 
-def _numbers(record: Record, key: str, place: str, kinds: Collection[type] = (int,)) -> list[int]:
+def _numbers(record: Record, key: str, kinds: Collection[type] = (int,)) -> list[int]:
     value = record[key]
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
     if not isinstance(value, list) or not all(type(each) in kinds for each in value):
-        raise BrokenSampleError(f"{place}: {key} is no list of integers")
+        raise BrokenSampleError(f"{key} is no list of integers")
     return cast("list[int]", value)

@@ -20,7 +20,7 @@ from dynmo.cases.pruning.sparse_linear import linears, prune
 from dynmo.huggingface import checkpoint, from_pretrained, save_pretrained
 from dynmo.kernels import packed_weight
 from dynmo.kernels.packed_weight import PackedWeight
-from dynmo.models.huggingface.model import Cut
+from dynmo.models.huggingface.model import BlockCut
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.cases import CaseContext
 from dynmo.pipeline.options import grouped
@@ -44,7 +44,7 @@ def world() -> Iterator[Meeting]:
         yield world
 
 
-def trained(world: Meeting, source: Path, cut: Cut = "auto", **options: Any) -> dynmo.Pipeline:
+def trained(world: Meeting, source: Path, cut: BlockCut = "auto", **options: Any) -> dynmo.Pipeline:
     """A pipeline of the model of a folder, after a step."""
     pipeline = dynmo.Pipeline(
         from_pretrained(source, cut=cut), world, microbatches=4, schedule="1f1b", **grouped(options)
@@ -77,7 +77,7 @@ def files(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_files_are_those_of_save_pretrained(
-    world: Meeting, tmp_path: Path, export: Run, kind: str, cut: Cut, precision: str
+    world: Meeting, tmp_path: Path, export: Run, kind: str, cut: BlockCut, precision: str
 ) -> None:
     source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
     save_model(source, kind)
