@@ -116,12 +116,12 @@ def emulated(world: Meeting, microbatches: int, milliseconds: int, rounds: int) 
         sides[f"torch {name}"] = peer.step
     measured = medians(alternate(sides, rounds, warmup=1))
     link = median(
-        link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_keeper.links.values()
+        link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_maker.links.values()
     )
     predicted = {
         name: makespan(name, world.size, microbatches, seconds, link) for name in pipelines
     }
-    plan = zb_2p.schedule_keeper.plan(zb_2p.store.layout.partition, layers)
+    plan = zb_2p.schedule_maker.plan(zb_2p.store.layout.partition, layers)
     predicted["zb-2p"] = plan.timeline.span
     best, own = fastest(measured, [f"dynmo {name}" for name in pipelines])
     work = 3 * seconds * microbatches
@@ -284,7 +284,7 @@ def own_pipelines(
     def predicted() -> dict[str, float]:
         costs = first.costs()
         return {
-            name: pipeline.schedule_keeper.plan(cuts[name], costs).timeline.makespan
+            name: pipeline.schedule_maker.plan(cuts[name], costs).timeline.makespan
             for name, pipeline in pipelines.items()
         }
 

@@ -81,9 +81,9 @@ class OwnSide:
 
     def limit(self) -> float:
         """Returns the simulated seconds of all steps, from the seconds of each op."""
-        keeper = self.engine.schedule_keeper
-        schedule = keeper.on(self.cut)
-        links = keeper.plan(self.cut, self.costs).costs.links
+        maker = self.engine.schedule_maker
+        schedule = maker.on(self.cut)
+        links = maker.plan(self.cut, self.costs).costs.links
         return sum(replayed(schedule, self._everyones(x, schedule), links) for x in self._seconds)
 
     def _everyones(self, own: Mapping[Op, list[float]], schedule: Schedule) -> dict[Op, float]:
@@ -115,7 +115,7 @@ def own_side(
 
 def balanced(side: OwnSide) -> Partition:
     """Returns the placement that dynmo's own balancer proposes, by the costs of a side."""
-    now = side.engine.schedule_keeper.plan(side.cut, side.costs)
+    now = side.engine.schedule_maker.plan(side.cut, side.costs)
     return balancer("exact")(now.problem, now)
 
 

@@ -70,8 +70,8 @@ class TimedPipeline:
 
     def makespan(self, costs: tuple[LayerCost, ...], partition: Partition) -> float:
         """Returns the simulated seconds of a step of the present schedule without link times."""
-        stages = self.pipeline.schedule_keeper.plan(partition, costs).costs
-        schedule = self.pipeline.schedule_keeper.on(partition)
+        stages = self.pipeline.schedule_maker.plan(partition, costs).costs
+        schedule = self.pipeline.schedule_maker.on(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
 
 
@@ -115,7 +115,7 @@ def balanced(
             seconds[name].append(timed.run_on(partition, steps, schedule))
             costs = pipeline.costs()
             actions.replan(costs)
-            timeline = pipeline.schedule_keeper.plan(partition, costs).timeline
+            timeline = pipeline.schedule_maker.plan(partition, costs).timeline
             idle[name].append(timeline.idle_ratio)
             makespans[name].append(timed.makespan(costs, partition))
     return {

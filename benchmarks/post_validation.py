@@ -50,7 +50,7 @@ WAYS = ("barrier", "post-validation")  # the end of a step
 
 def steps_of(world: Meeting, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
     """Returns a side that runs so many steps."""
-    microbatches = pipeline.schedule_keeper.on(pipeline.store.layout.partition).microbatches
+    microbatches = pipeline.schedule_maker.on(pipeline.store.layout.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
 
     def run() -> float:
@@ -109,7 +109,7 @@ def sleeping_pipeline(
     memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * op.stash)}
     costs = tuple(replace(x, f=op.f, b=op.b, w=op.w, **memory) for x in pipeline.costs())
     Actions(pipeline).replan(costs)
-    plan = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, costs)
+    plan = pipeline.schedule_maker.plan(pipeline.store.layout.partition, costs)
     return pipeline, plan.step
 
 
@@ -144,7 +144,7 @@ def emulated(
         "microbatches": microbatches,
         "op_seconds": {"f": op.f, "b": op.b, "w": op.w},
         "link_seconds": median(
-            link.seconds(MESSAGE_BYTES) for link in best.schedule_keeper.links.values()
+            link.seconds(MESSAGE_BYTES) for link in best.schedule_maker.links.values()
         ),
         "steps_per_run": steps,
         "work_seconds": microbatches * (op.f + op.b + op.w),

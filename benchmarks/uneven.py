@@ -85,7 +85,7 @@ def uneven(world: Meeting, milliseconds: int, microbatches: int, rounds: int) ->
         ).step
     measured = medians(alternate(sides, rounds, warmup=1))
     predicted = {
-        name: pipeline.schedule_keeper.plan(
+        name: pipeline.schedule_maker.plan(
             pipeline.store.layout.partition, pipeline.costs()
         ).timeline.makespan
         for name, pipeline in pipelines.items()
@@ -116,12 +116,12 @@ def choose(pipelines: dict[str, Engine]) -> tuple[str, Partition]:
     layers, targets = pipelines["zb-h1"].costs(), dict[str, Partition]()
     for name in ("zb-auto", "zb-v"):
         pipeline = pipelines[name]
-        now = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, layers)
+        now = pipeline.schedule_maker.plan(pipeline.store.layout.partition, layers)
         targets[name] = balancer("exact")(now.problem, now)
     chosen = min(
         targets,
         key=lambda name: (
-            pipelines[name].schedule_keeper.plan(targets[name], layers).timeline.makespan
+            pipelines[name].schedule_maker.plan(targets[name], layers).timeline.makespan
         ),
     )
     return chosen, targets[chosen]

@@ -121,7 +121,7 @@ def peak(
     predicted = rank_memory(
         layers,
         pipeline.store.layout.partition.counts,
-        pipeline.schedule_keeper.on(pipeline.store.layout.partition),
+        pipeline.schedule_maker.on(pipeline.store.layout.partition),
         post_validation=loaded.pipeline.post_validation,
         replicas=loaded.parallel.replicas,
         accumulation_groups=loaded.options.accumulation_groups // loaded.options.replicas,

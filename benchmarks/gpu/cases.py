@@ -146,8 +146,8 @@ class Run:
             "balanced_seconds": fast,
             "balanced_layers": list(balanced.counts),
             "speedup": even / fast,
-            "ideal": pipeline.schedule_keeper.plan(self.even, costs).timeline.makespan
-            / pipeline.schedule_keeper.plan(balanced, costs).timeline.makespan,
+            "ideal": pipeline.schedule_maker.plan(self.even, costs).timeline.makespan
+            / pipeline.schedule_maker.plan(balanced, costs).timeline.makespan,
             "tokens_per_second": tokens / fast,
         }
 

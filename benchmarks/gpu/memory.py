@@ -106,7 +106,7 @@ class Run:
 
     def accounts(self) -> tuple[list[int], list[int]]:
         """Returns the account of each rank, by measured costs and by shapes alone, in bytes."""
-        schedule, counts = self.pipeline.schedule_keeper.on(self.partition), self.partition.counts
+        schedule, counts = self.pipeline.schedule_maker.on(self.partition), self.partition.counts
         shapes = recompute_as_workspace(shape_costs(self._config.options, self._model), ())
         measured = rank_memory(self.pipeline.costs(), counts, schedule)
         return list(measured), list(rank_memory(shapes, counts, schedule))

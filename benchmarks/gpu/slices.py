@@ -114,7 +114,7 @@ def on_slices(
                     PEERS[name.removeprefix("torch ")], count, microbatches, name
                 )
             elif name == own:
-                schedule = pipeline.schedule_keeper.on(partition)
+                schedule = pipeline.schedule_maker.on(partition)
             else:
                 schedule = make(name, count, microbatches)
             rows[name] = (pipeline, schedule)
@@ -193,7 +193,7 @@ def pipelines(
 
 def figures(pipeline: Engine, schedule: Schedule, seconds: float) -> dict[str, float]:
     """Compares a step with the simulator."""
-    costs = pipeline.schedule_keeper.plan(pipeline.store.layout.partition, pipeline.costs()).costs
+    costs = pipeline.schedule_maker.plan(pipeline.store.layout.partition, pipeline.costs()).costs
     simulated = simulate(schedule, costs)
     return {
         "seconds": seconds,

@@ -38,7 +38,7 @@ class Actions:
         self.engine = engine
         self._store, self._pending = engine.store, engine.pending
         self._programs, self._profiler = engine.programs, engine.profiler
-        self._schedule_keeper = engine.schedule_keeper
+        self._schedule_maker = engine.schedule_maker
 
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
@@ -63,7 +63,7 @@ class Actions:
         frozen = self._shared_flags()
         self._check_layers(layers)
         before = frozen.first_trainable
-        self._schedule_keeper.forget()  # costs of layers that train again are not measured yet
+        self._schedule_maker.forget()  # costs of layers that train again are not measured yet
         frozen.thaw(layers)
         self.on_workload_change({*layers, *range(frozen.first_trainable, before + 1)})
 
@@ -88,7 +88,7 @@ class Actions:
         self.engine.speeds.on_workload_change(layers)
         store.on_change(layers)
         store.rebuilt.difference_update(layers)
-        self._schedule_keeper.elide()
+        self._schedule_maker.elide()
         for index in layers:
             if index in store.layers:
                 store.layers[index].forget_sizes()
@@ -130,7 +130,7 @@ class Actions:
             # The steps now begin and end on other ranks.
             self._pending.reshaped()
         if layout.pairs != before.pairs:
-            self._schedule_keeper.links = measure_links(world, layout.pairs)
+            self._schedule_maker.links = measure_links(world, layout.pairs)
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
@@ -171,21 +171,21 @@ class Actions:
         )
         store.frozen.share(store.world, store.layers)
         self._profiler.forget(move.layer for move in plan)
-        self._schedule_keeper.reshaped(measure_links(store.world, layout.pairs))
+        self._schedule_maker.reshaped(measure_links(store.world, layout.pairs))
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
     def _on_recompute_change(self, layers: frozenset[int]) -> None:
         """Forgets the costs of layers that begin or cease to be recomputed."""
         if layers:
-            self._schedule_keeper.forget()
+            self._schedule_maker.forget()
             self.on_workload_change(layers)
 
     def replan(self, layers: tuple[LayerCost, ...]) -> None:
         """Makes the schedule of the next steps from these costs, the same on every rank."""
-        if self._schedule_keeper.from_costs:
+        if self._schedule_maker.from_costs:
             self._pending.settle()
-            self._schedule_keeper.learn(layers)
+            self._schedule_maker.learn(layers)
             self._programs.relower()
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:

@@ -105,7 +105,7 @@ def join_engine(
         newcomer.state["schedule"],
     )
     restore_state(engine, newcomer.state, cases)
-    engine.schedule_keeper.known = newcomer.costs
+    engine.schedule_maker.known = newcomer.costs
     Resizing(engine).arrive(
         newcomer.rank,
         newcomer.shape[0] * newcomer.shape[1],

@@ -179,7 +179,7 @@ class Changes:
         """
         stays = (
             self.options.post_validation
-            and self._engine.schedule_keeper.objective is Objective.MAKESPAN
+            and self._engine.schedule_maker.objective is Objective.MAKESPAN
         )
         if stays != self._barrier_stays:
             self._barrier_stays = stays

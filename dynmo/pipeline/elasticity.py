@@ -377,7 +377,7 @@ class Elasticity:
             shape_before=(layout.shape[0], layout.shape[1]),
             layers_before=layout.partition.counts,
             state=state,
-            costs=pipeline.schedule_keeper.known,
+            costs=pipeline.schedule_maker.known,
             reference=self.reference,
             microbatches=plan.mesh.microbatches,
             groups=tuple((layer, each.holders) for layer, each in sorted(groups.items())),

@@ -62,7 +62,7 @@ def problem_of(
         machines: Name of the machine of each rank. Empty if none is known.
         forecasts: What each dynamic case expects.
     """
-    scheduled = engine.schedule_keeper.replica(costs, engine.speeds.current).problem
+    scheduled = engine.schedule_maker.replica(costs, engine.speeds.current).problem
     profile = replace(profile_of(options, engine, costs), microbatch=options.samples)
     everyone, zero = engine.store.world.everyone, options.zero
     if kind == "placement":  # the replicas stay, and so do their measured shares
@@ -128,7 +128,7 @@ def profile_of(
         layers=whole_costs(options, pipeline, costs),
         names=pipeline.model.names,
         first_trainable=pipeline.store.frozen.first_trainable,
-        links=tuple(pipeline.schedule_keeper.links.items()),
+        links=tuple(pipeline.schedule_maker.links.items()),
         model=None if pipeline.model.options is None else pipeline.model.options.kind,
         microbatch=options.micro_batch,
         microbatches=options.all_microbatches // pipeline.store.world.replicas,

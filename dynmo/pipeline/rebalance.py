@@ -129,7 +129,7 @@ class Rebalancer:
         """Returns True if it may do something before this step."""
         options, every = self._options, self._options.balance.every
         elastic = options.elastic.reshape or options.elastic.changes_ranks
-        from_costs = self._engine.schedule_keeper.from_costs
+        from_costs = self._engine.schedule_maker.from_costs
         acts = options.balance.balancer != "none" or from_costs or elastic
         if not acts or step >= options.end:
             return False
@@ -171,7 +171,7 @@ class Rebalancer:
             tuple(machines),
             self._cases.forecasts(step - 1),
         )
-        keeper = engine.schedule_keeper
+        maker = engine.schedule_maker
         stays = rules.kind == "placement"  # as many replicas, with the measured shares
         whole = tuple if stays else partial(whole_costs, options, engine)
         readings = Readings(
@@ -180,9 +180,9 @@ class Rebalancer:
             preempted=preempted,
             fixed_seconds=fixed,
             pause=pause,
-            scheduled=None if keeper.scheduled is None else whole(keeper.scheduled),
-            scheduled_speeds=keeper.known_speeds,
-            is_measured=keeper.known is not None,
+            scheduled=None if maker.scheduled is None else whole(maker.scheduled),
+            scheduled_speeds=maker.known_speeds,
+            is_measured=maker.known is not None,
             reference=reference,
         )
         gathered = time.perf_counter()

@@ -225,9 +225,9 @@ class Resizing(Actions):
 
     def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
         self._profiler.forget(move.layer for move in plan)
-        self._schedule_keeper.reshaped(measure_links(self._store.world, layout.pairs))
+        self._schedule_maker.reshaped(measure_links(self._store.world, layout.pairs))
         if layout.microbatches * layout.replicas != before.microbatches * before.replicas:
-            self._schedule_keeper.forget()
+            self._schedule_maker.forget()
             # The costs of all layers change.
             self._on_recompute_change(frozenset(range(layout.partition.layers)))
         else:

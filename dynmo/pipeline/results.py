@@ -163,7 +163,7 @@ def result_of(
         utilization=None if flops is None or peak is None else flops / peak,
         memory=record.memory,
         gpu_seconds_returned=returned,
-        inherent_idle=engine.schedule_keeper.inherent_idle(record.kinds) if is_heard else None,
+        inherent_idle=engine.schedule_maker.inherent_idle(record.kinds) if is_heard else None,
         router_loss=record.router_loss,
         busy=record.busy,
         skipped=record.skipped,

@@ -86,7 +86,7 @@ class MeshView(_View):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the next step."""
-        return self._engine.schedule_keeper.on(self.partition)
+        return self._engine.schedule_maker.on(self.partition)
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:

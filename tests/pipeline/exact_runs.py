@@ -37,7 +37,7 @@ class Run:
         self.pipeline = self.trainer.pipeline
         self.engine = self.pipeline._engine
         self.rebalancer = self.pipeline._changes.rebalancer
-        self.engine.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
+        self.engine.schedule_maker.links = {(0, 1): LinkCost(1e-4, 1e9)}
 
     def events(self, before: Callable[[int], object] = lambda step: None) -> list[dict[str, Any]]:
         """Returns what is told until the end. `before` is called before each step's ops."""

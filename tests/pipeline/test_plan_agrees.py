@@ -74,8 +74,8 @@ def compared(world: RankGroup, replicas: int, cases: int) -> list[dict[str, Any]
             EngineOptions(name, microbatches=microbatches, slices=ranks, memory_limit=limit),
         )
         Actions(engine).freeze(range(frozen))
-        run = engine.schedule_keeper.plan(partition, costs)
-        engine.schedule_keeper.learn(costs)
+        run = engine.schedule_maker.plan(partition, costs)
+        engine.schedule_maker.learn(costs)
         work = Work(Objective.MAKESPAN)
         problem = Problem(Profile(costs, model.names, frozen), work, limit)
         mesh = problem.mesh(ranks, microbatches, name, replicas)
@@ -84,7 +84,7 @@ def compared(world: RankGroup, replicas: int, cases: int) -> list[dict[str, Any]
             "case": f"{name} {partition.counts} x {microbatches}, {frozen} frozen, limit {limit}",
             "limited": limit is not None,
             "fits": fits,
-            "run": (str(engine.schedule_keeper.on(partition)), run.caps, run.memory),
+            "run": (str(engine.schedule_maker.on(partition)), run.caps, run.memory),
         }
         plan = evaluate(problem, Choice(mesh, partition))
         said["plan"] = (str(plan.schedule), plan.caps, plan.memory)

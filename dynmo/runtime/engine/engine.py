@@ -44,7 +44,7 @@ from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.rank_speeds import RankSpeeds
-from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
+from dynmo.runtime.engine.schedule_maker import ScheduleMaker
 from dynmo.runtime.engine.stage_streams import make_streams
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.precision import make_scaler
@@ -90,10 +90,10 @@ class Engine:
         self.store = store = LayerStore(world, model, layout, self.clock, options, is_bare)
         links = {} if is_bare else measure_links(world, layout.pairs)
         self.speeds = RankSpeeds(store, self.profiler)
-        self.schedule_keeper = ScheduleKeeper(store, options, links, self.speeds)
+        self.schedule_maker = ScheduleMaker(store, options, links, self.speeds)
         self.programs = Programs(
             store,
-            self.schedule_keeper,
+            self.schedule_maker,
             self.profiler,
             self.clock,
             streams,

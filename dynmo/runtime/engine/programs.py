@@ -21,7 +21,7 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import StepBatch, Targets, hashes_to_compare
 from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.profiler import Profiler
-from dynmo.runtime.engine.schedule_keeper import ScheduleKeeper
+from dynmo.runtime.engine.schedule_maker import ScheduleMaker
 from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.census import evaluated
 from dynmo.runtime.layer.stage import PrefixRunner, Stage
@@ -36,7 +36,7 @@ class Programs:
     def __init__(
         self,
         store: LayerStore,
-        schedule_keeper: ScheduleKeeper,
+        schedule_maker: ScheduleMaker,
         profiler: Profiler,
         clock: Clock,
         streams: StageStreams,
@@ -44,7 +44,7 @@ class Programs:
         post_validation: bool,
         replicates: bool,
     ) -> None:
-        self._store, self._schedule_keeper = store, schedule_keeper
+        self._store, self._schedule_maker = store, schedule_maker
         self._profiler, self._clock, self._streams = profiler, clock, streams
         self._post_validation = post_validation
         self._replicates = replicates
@@ -68,8 +68,8 @@ class Programs:
         After a change the program is lowered again, and the ranks compare the schedule.
         """
         if self._training is None:
-            store, keeper = self._store, self._schedule_keeper
-            schedule = keeper.agreed() if schedule is None else schedule
+            store, maker = self._store, self._schedule_maker
+            schedule = maker.agreed() if schedule is None else schedule
             schedule = fold(schedule) if store.layout.sliced else schedule
             self._training = self._execute(
                 lower(schedule, self._post_validation, self._varying()),

@@ -377,7 +377,7 @@ def test_a_predicted_step_of_one_rank_is_the_sum_of_its_costs() -> None:
     pipeline = emulated(f=[1] * 3, b=[2] * 3, w=[1] * 3)
     with emulated_time():
         run_step(pipeline, 0, ids(), ids(), lr=0.0)
-    plan = pipeline.schedule_keeper.plan(Partition((3,)), pipeline.costs())
+    plan = pipeline.schedule_maker.plan(Partition((3,)), pipeline.costs())
     assert plan.timeline.makespan == pytest.approx(MICROBATCHES * 12)
     assert maxima(pipeline.store.world, (2.5,))[0] == 2.5
     assert isinstance(pipeline.model, Model)

@@ -19,7 +19,7 @@ from dynmo.plan.partition import uniform
 from dynmo.plan.problem import Choice
 from dynmo.plan.recompute import recompute_as_workspace
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.engine import schedule_keeper
+from dynmo.runtime.engine import schedule_maker
 from dynmo.runtime.engine.engine import Engine
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.memory import rank_memory
@@ -30,7 +30,7 @@ from tests.combinations import mostly_matrix
 from tests.plan.asked import ask
 from tests.pool import Pool
 
-JOBS = "tests.runtime.engine.test_schedule_keeper:"
+JOBS = "tests.runtime.engine.test_schedule_maker:"
 CONFIG: dict[str, Any] = {
     "model": {"blocks": 4, "hidden": 32, "heads": 2, "sequence": 32},
     "train": {"global_batch": 32, "micro_batch": 1},
@@ -49,7 +49,7 @@ def engine_of(world: Meeting, config: dict[str, Any]) -> tuple[Engine, tuple[Lay
 
 
 def schedule_of(pipeline: Engine) -> Schedule:
-    return pipeline.schedule_keeper.on(pipeline.store.layout.partition)
+    return pipeline.schedule_maker.on(pipeline.store.layout.partition)
 
 
 def schedules(world: Meeting, config: dict[str, Any]) -> list[list[Any]]:
@@ -130,7 +130,7 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
             raise ScheduleError("no room")
         return shares[0]
 
-    class Keeper(schedule_keeper.ScheduleKeeper):
+    class Maker(schedule_maker.ScheduleMaker):
         def __init__(self) -> None:
             self._inherent = None
 
@@ -141,18 +141,18 @@ def test_inherent_idle_is_computed_again_only_after_a_drift(
         def replica(self, layers: object, speeds: object) -> Any:
             return "replica"
 
-    monkeypatch.setattr(schedule_keeper, "inherent_idle", idle)
-    keeper = Keeper()
-    assert keeper.inherent_idle((0.0, 0.0, 0.0)) is None
+    monkeypatch.setattr(schedule_maker, "inherent_idle", idle)
+    maker = Maker()
+    assert maker.inherent_idle((0.0, 0.0, 0.0)) is None
     steps = [(2.0, 1.0, 1.0), (2.1, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 0.0, 3.0), (2.0, 1.0, 1.0)]
-    assert [keeper.inherent_idle(kinds) for kinds in steps] == [0.5, 0.5, 0.25, None, 0.5]
+    assert [maker.inherent_idle(kinds) for kinds in steps] == [0.5, 0.5, 0.25, None, 0.5]
     assert len(calls) == 4
 
 
 def test_inherent_idle_of_equal_stages() -> None:
     """1F1B waits for (p - 1)(F + B + W), ZB-H1 for (p - 1)(F + B - W)."""
     f, b, w, ranks, microbatches = 0.3, 0.4, 0.2, 4, 16
-    idle, work = schedule_keeper.inherent_idle, microbatches * (f + b + w)
+    idle, work = schedule_maker.inherent_idle, microbatches * (f + b + w)
     for name, waits in (("1f1b", 3 * (f + b + w)), ("zb-h1", 3 * (f + b - w))):
         problem, mesh, _ = ask(Profile((), ()), ranks, microbatches, name, memory_limit=1 << 20)
         assert idle(Replica(problem, mesh), f, b, w) == pytest.approx(waits / (work + waits))

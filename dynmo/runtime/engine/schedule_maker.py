@@ -1,4 +1,4 @@
-"""Makes a pipeline's schedule from the costs that it knows. Nothing moves here."""
+"""Makes the schedules of a pipeline from its layout and the costs that are known."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Links = dict[tuple[int, int], LinkCost]
 """Link of each pair of ranks that hold neighbouring stages. The lower rank comes first."""
 
 
-class ScheduleKeeper:
+class ScheduleMaker:
     def __init__(
         self,
         store: LayerStore,
