@@ -33,7 +33,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.pieces import token_pieces_of
+from dynmo.runtime.layer.token_pieces import token_pieces_of
 from dynmo.schedule.catalogue import full_schedule
 from dynmo.schedule.memory import bare, rank_memory, static_bytes
 from dynmo.train.setup import model_of

@@ -23,7 +23,7 @@ with dynmo.init(device="cpu") as world:
         microbatches=MICROBATCHES // replicas,
         replicas=replicas,
         cases=cases,
-        parallel=dynmo.Parallel(reduction_slots=2, zero=1),  # equal slots give equal bits
+        parallel=dynmo.Parallel(reduction_slots=2, zero=1),  # equal groups give equal bits
         training=dynmo.Training(post_validation=True),
     )
     while pipeline.steps < STEPS:

@@ -76,13 +76,13 @@ class Training:
 
     Attributes:
         features: Choices that must meet those of the place.
-        slots: Reduction slots.
+        groups: Accumulation groups.
     """
 
     features: Choices
     sections: Tables
     microbatches: int
-    slots: int
+    groups: int
 
     @property
     def layers(self) -> int:
@@ -92,7 +92,7 @@ class Training:
     def takes(self, replicas: int) -> bool:
         """True if so many replicas give the bits of one."""
         writes = self.sections["model"] == OWN and replicas > 1
-        return not writes and fits(self.slots, replicas, self.microbatches)
+        return not writes and fits(self.groups, replicas, self.microbatches)
 
 
 def _training(
@@ -101,9 +101,9 @@ def _training(
     precision: str = "float32",
     clip: str = "none",
     optimizer: str = "adamw",
-    slots: int,
+    groups: int,
 ) -> Training:
-    microbatches = 4 if slots == 4 else 6  # 4 suit interleaving on 4 ranks, 6 that on 3
+    microbatches = 4 if groups == 4 else 6  # 4 suit interleaving on 4 ranks, 6 that on 3
     dynamism: Tables = {name: options for case in cases for name, options in case.items()}
     features: Choices = {
         "model": model.get("kind", "gpt").partition(":")[0],
@@ -122,7 +122,7 @@ def _training(
         "lr": 1e-2,
         "optimizer": optimizer,
         "precision": precision,
-        "reduction_slots": slots,
+        "reduction_slots": groups,
         "max_grad_norm": 0.0 if clip == "none" else 0.5,
         "eval_every": 3,
         "eval_batches": 1,
@@ -139,17 +139,17 @@ def _training(
         "dynamism": {"cases": list(dynamism), **dynamism} if dynamism else {},
         "trace": {"steps": 0},
     }
-    return Training(features, sections, microbatches, slots)
+    return Training(features, sections, microbatches, groups)
 
 
 # Two or three trainings have each feature: one alone would have to meet every choice of a place.
 TRAININGS: dict[str, Training] = {
-    "own": _training(OWN, FREEZING, PRUNING, clip="global", optimizer="radam", slots=3),
+    "own": _training(OWN, FREEZING, PRUNING, clip="global", optimizer="radam", groups=3),
     "exits": _training(
-        GPT | TIED, EXITS, PRUNING, FREEZING, optimizer="sgd", precision="float16", slots=4
+        GPT | TIED, EXITS, PRUNING, FREEZING, optimizer="sgd", precision="float16", groups=4
     ),
-    "depths": _training(GPT | TIED, DEPTHS, PRUNING, clip="local", optimizer="sgd", slots=4),
-    "attention": _training(GPT | TIED, HASHES, FREEZING, clip="local", slots=4),
+    "depths": _training(GPT | TIED, DEPTHS, PRUNING, clip="local", optimizer="sgd", groups=4),
+    "attention": _training(GPT | TIED, HASHES, FREEZING, clip="local", groups=4),
     "sparse": _training(
         GPT | DROPOUT,
         HASHES,
@@ -157,11 +157,11 @@ TRAININGS: dict[str, Training] = {
         clip="global",
         precision="bfloat16",
         optimizer="radam",
-        slots=2,
+        groups=2,
     ),
-    "experts": _training(BIASED, EXPERTS, EXITS, precision="bfloat16", slots=4),
+    "experts": _training(BIASED, EXPERTS, EXITS, precision="bfloat16", groups=4),
     "chosen": _training(
-        MOE | DROPOUT, EXPERTS, DEPTHS, FREEZING, precision="float16", clip="global", slots=4
+        MOE | DROPOUT, EXPERTS, DEPTHS, FREEZING, precision="float16", clip="global", groups=4
     ),
 }
 

@@ -67,7 +67,7 @@ def _deeper_reference(pool: Pool, freezing: bool, tied: bool = False) -> dict[st
 
 
 def _tied(wanted: dict[str, Any]) -> dict[str, Any]:
-    """With tied weights and two reduction slots."""
+    """With tied weights and two accumulation groups."""
     wanted["model"]["tied"] = True
     wanted["train"]["reduction_slots"] = 2
     return wanted
@@ -219,7 +219,7 @@ def _uncached_reference(pool: Pool, data: Path, global_batch: int) -> list[dict[
     return run(pool, cached(1, "1f1b", data, 0, train=train), "events")[0]
 
 
-TWO_SLOTS = {"train": {"global_batch": 8, "reduction_slots": 2}}
+TWO_GROUPS = {"train": {"global_batch": 8, "reduction_slots": 2}}
 RESHAPED = {"elastic": {"reshape_at": [[7, 1, 2], [12, 2, 1]]}}
 
 
@@ -231,10 +231,10 @@ RESHAPED = {"elastic": {"reshape_at": [[7, 1, 2], [12, 2, 1]]}}
             (2, "zb-h2", 1 << 20, {"pipeline": {"post_validation": True}}),
             (3, "zb-h1", 1 << 20, {}),
             (3, "zb-h1", 10_000, {}),
-            (2, "interleaved-1f1b", 1 << 20, TWO_SLOTS),
-            (2, "zb-h1", 1 << 20, TWO_SLOTS | RESHAPED),
+            (2, "interleaved-1f1b", 1 << 20, TWO_GROUPS),
+            (2, "zb-h1", 1 << 20, TWO_GROUPS | RESHAPED),
         ],
-        everyday=[(3, "zb-h1", 10_000, {}), (2, "zb-h1", 1 << 20, TWO_SLOTS | RESHAPED)],
+        everyday=[(3, "zb-h1", 10_000, {}), (2, "zb-h1", 1 << 20, TWO_GROUPS | RESHAPED)],
     ),
     ids=["alone", "post-validation", "moves", "limit", "chunks", "reshape"],
 )

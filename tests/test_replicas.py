@@ -1,4 +1,4 @@
-"""Replicas: any mesh gives the digest of one process with the same reduction slots.
+"""Replicas: any mesh gives the digest of one process with the same accumulation groups.
 
 A reshape during the run keeps the digest. `test_equality_drawn.py` draws more meshes.
 """
@@ -75,7 +75,7 @@ def config(
 
 @cache
 def reference(pool: Pool, groups: int) -> dict[str, Any]:
-    """One process, the same slots."""
+    """One process, the same groups."""
     return run(pool, config(1, 1, groups=groups, schedule="1f1b"))[0]
 
 
@@ -210,9 +210,9 @@ def test_reshape_to_replicas_with_written_buffers_is_refused(pool: Pool) -> None
 
 
 def test_only_the_number_of_reduction_slots_changes_the_bits(pool: Pool) -> None:
-    """The number of slots fixes the order of the sum.
+    """The number of groups fixes the order of the sum.
 
-    Four slots of two microbatches add up in the order of eight slots of one.
+    Four groups of two microbatches add up in the order of eight groups of one.
     """
     digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
     assert len(set(digests.values())) == 3
@@ -306,7 +306,7 @@ def test_profile_counts_the_whole_optimizer_state(pool: Pool, tmp_path: Path) ->
         if whole.gradient_bytes:  # all but AdamW's counters
             assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100
         assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes
-        # Of four slots on a replica two wait while the last is summed.
+        # Of four groups on a replica two wait while the last is summed.
         assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes
 
 

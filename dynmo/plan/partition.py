@@ -239,8 +239,8 @@ class Layouts:
         problem = accumulation_problem(self.accumulation_groups, replicas, replicas * microbatches)
         if problem:
             raise ConfigError(
-                f"reduction slots: {self.accumulation_groups} {problem}; "
-                "use another number of slots, replicas or microbatches"
+                f"accumulation groups: {self.accumulation_groups} {problem}; "
+                "use another number of groups, replicas or microbatches"
             )
         stage_ranks = stage_ranks_of(schedule, ranks, self.chunks)
         partition = partition or uniform(self.layers, len(stage_ranks))

@@ -269,8 +269,8 @@ def test_cases_of_a_run_in_epochs_are_checked_but_for_the_steps(overrides, told)
 
 
 def test_mesh_of_a_step_follows_reshape_at():
-    slots, meshes = "train.reduction_slots=4", "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]"
-    config = load(overrides=["parallel.pipeline=4", slots, meshes])
+    groups, meshes = "train.reduction_slots=4", "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]"
+    config = load(overrides=["parallel.pipeline=4", groups, meshes])
     shapes = [config.options.shape_at(step) for step in (0, 4, 5, 8, 9, 99)]
     assert shapes == [(4, 1)] * 2 + [(2, 2)] * 2 + [(1, 4)] * 2
     wide = load(overrides=["parallel.replicas=2", "parallel.pipeline=2"])

@@ -77,7 +77,7 @@ class Case:
 def reference_of(config: Tables) -> Tables:
     """The one-rank configuration with the same bits.
 
-    Removes all that may not show in losses, weights and buffers. The reduction slots stay.
+    Removes all that may not show in losses, weights and buffers. The accumulation groups stay.
     """
     dynamism = without_stop(config)
     if "freezing" in dynamism:
@@ -277,7 +277,7 @@ class _Draw:
         return pipeline, data, *random.choice(choices)
 
     def _microbatches(self, pipeline: int, data: int, schedule: str) -> tuple[int, int]:
-        """Microbatches of a step over all replicas, and reduction slots."""
+        """Microbatches of a step over all replicas, and accumulation groups."""
         random = self._random
         each = random.choice([1, 2, 2, 3, 4, 5])
         if schedule == "interleaved-1f1b":
@@ -486,7 +486,7 @@ class _Draw:
 
 
 def fits(groups: int, replicas: int, microbatches: int) -> bool:
-    """True if this number of reduction slots fits the replicas and microbatches."""
+    """True if this number of accumulation groups fits the replicas and microbatches."""
     each, rest = divmod(groups, replicas)
     split = microbatches % groups == 0 and microbatches % replicas == 0
     return split and not rest and (replicas == 1 or each & (each - 1) == 0)

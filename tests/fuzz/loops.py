@@ -59,9 +59,9 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "zero": random.choice([0, 1]) if replicas > 1 and optimizer not in _UNSHARDED else 0,
         "recompute": random.choice(["none", "none", "all"]),
     }
-    slots = [n for n in range(1, total + 1) if fits(n, replicas, total)]
+    groups = [n for n in range(1, total + 1) if fits(n, replicas, total)]
     same: dict[str, Any] = {
-        "reduction_slots": random.choice(slots),
+        "reduction_slots": random.choice(groups),
         "precision": random.choice(["float32"] * 4 + ["bfloat16"]) if low else "float32",
         "max_grad_norm": random.choice([0.0, 0.3, 1.0]),
         "clip_scope": random.choice(["global", "local"]),

@@ -21,7 +21,7 @@ from dynmo.runtime.optim.gradient_reduction import (
     buckets,
     drop_missing,
     reduce_bucket,
-    shares_of,
+    replicated_weights,
 )
 from tests.gpu.one_rank import trained
 
@@ -126,7 +126,7 @@ def test_reduction_does_not_block_the_host() -> None:
     peers = Meeting(0, 1, torch.device("cuda", 0), 5.0, 0, SignedStore(dist.HashStore()))
     torch.cuda.set_sync_debug_mode("error")
     with torch.no_grad():
-        (bucket,) = buckets(shares_of(module, frozenset(), 1), 1 << 20)
+        (bucket,) = buckets(replicated_weights(module, frozenset(), 1), 1 << 20)
         missing = reduce_bucket(peers, bucket, everywhere=True, what="gradients")
     torch.cuda.set_sync_debug_mode("default")
     drop_missing(missing)

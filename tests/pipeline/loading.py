@@ -59,7 +59,7 @@ def train(
     load: bool = False,
     replicas: int = 1,
     streaming: bool = False,
-    slots: int | None = None,
+    groups: int | None = None,
 ) -> dict[str, Any]:
     """Trains up to a number of steps, evaluates and saves. `load` goes on from the last time."""
     told = list[Event]()
@@ -79,7 +79,7 @@ def train(
             yield record
 
     source = counted if streaming else list(records())
-    options = {"replicas": replicas, "reduction_slots": slots, "listen": listen}
+    options = {"replicas": replicas, "reduction_slots": groups, "listen": listen}
     pipeline, loader = make(world, model, source, 12, streaming, **options)
     if load:
         assert folder is not None

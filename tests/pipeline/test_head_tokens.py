@@ -14,7 +14,7 @@ from tests.models.huggingface.saved_models import save
 from tests.pool import Pool
 from tests.train.hugging_face_jobs import prepare
 
-SLOTS = {"reduction_slots": 2}
+TWO_GROUPS = {"reduction_slots": 2}
 CLIPPED = {"max_grad_norm": 0.05}  # each step is, so post-validation takes each back
 
 
@@ -57,8 +57,8 @@ def test_pieces_change_the_bits_alone(pool: Pool) -> None:
 
 @pytest.mark.parametrize("pipeline", mostly_matrix([1, 2], [2]))
 def test_replicas_have_the_bits_of_one_rank(pool: Pool, pipeline: int) -> None:
-    replicas = config(pipeline, "zb-h1", train=SLOTS, parallel={"replicas": 2})
-    assert result(pool, 2 * pipeline, replicas) == alone(pool, **SLOTS)
+    replicas = config(pipeline, "zb-h1", train=TWO_GROUPS, parallel={"replicas": 2})
+    assert result(pool, 2 * pipeline, replicas) == alone(pool, **TWO_GROUPS)
 
 
 @pytest.mark.parametrize("schedule", mostly_matrix(["zb-h1", "zb-v"], ["zb-h1"]))

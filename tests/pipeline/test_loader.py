@@ -24,7 +24,7 @@ def model() -> str:
 
 
 @pytest.mark.parametrize(
-    ("streaming", "replicas", "slots"),
+    ("streaming", "replicas", "groups"),
     [
         pytest.param(False, 4, 4, marks=pytest.mark.matrix),
         (True, 3, None),
@@ -32,16 +32,16 @@ def model() -> str:
     ],
 )
 def test_loop_goes_on_with_the_next_sample_on_other_replicas(
-    pool: Pool, tmp_path: Path, streaming: bool, replicas: int, slots: int | None
+    pool: Pool, tmp_path: Path, streaming: bool, replicas: int, groups: int | None
 ) -> None:
     prepare(pool)
-    given: dict[str, Any] = {"model": model(), "streaming": streaming, "slots": slots}
+    given: dict[str, Any] = {"model": model(), "streaming": streaming, "groups": groups}
     whole = pool.run(JOB, 1, steps=5, **given)[0]
     assert whole["events"] == list(range(5))
     kept: dict[str, Any] = {**given, "folder": str(tmp_path)}
     first = pool.run(JOB, 2, steps=2, replicas=2, **kept)
     rest = pool.run(JOB, replicas, steps=5, replicas=replicas, load=True, **kept)
-    for row in rest if slots else []:
+    for row in rest if groups else []:
         assert (row["digest"], row["loss"]) == (whole["digest"], whole["loss"])
     read = [
         sorted(number for rank in ranks for number in rank["read"][step])

@@ -23,7 +23,7 @@ from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
-from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor, pieces_of
+from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor, shares_in
 from dynmo.runtime.optim.parameter_groups import Rates
 from dynmo.runtime.optim.precision import LossScaler
 from dynmo.runtime.state.layer_store import LayerStore
@@ -74,12 +74,12 @@ class OptimizerStep:
         """Sums the gradients of tied weights and divides the loss scale out."""
         self._store.tied.merge()
         gradients: list[Tensor] = []
-        for piece in pieces_of(self._store.optimizers.values()):
-            if piece.parameter.grad is not None:
+        for share in shares_in(self._store.optimizers.values()):
+            if share.parameter.grad is not None:
                 # Fused optimizers read memory as it lies. The tape of a custom module may leave a
                 # gradient in another order.
-                piece.parameter.grad = piece.parameter.grad.contiguous()
-                gradients.append(piece.parameter.grad)
+                share.parameter.grad = share.parameter.grad.contiguous()
+                gradients.append(share.parameter.grad)
         if gradients and self.scaler.scale != 1:  # a power of two, so no bits change
             scale_all(gradients, 1 / self.scaler.scale)
 

@@ -30,7 +30,7 @@ from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.norm_ring import NormRing
 from dynmo.runtime.engine.optimizer_step import CLIPPED, NON_FINITE, OptimizerStep
 from dynmo.runtime.engine.step_reduction import Rollback, StepRecord, Switch
-from dynmo.runtime.optim.optimizer import Piece, pieces_of
+from dynmo.runtime.optim.optimizer import ParameterShare, shares_in
 from dynmo.runtime.state.layer_store import LayerStore
 
 # The last `_WINDOW` steps decide. The barrier returns if more than `_MOST` of them were taken back.
@@ -143,8 +143,8 @@ class PostValidation:
         pending = _Pending(settings, step_output, stepped)
         if stepped:
             if self.copies:
-                for piece in self._pieces:
-                    piece.keep()
+                for share in self._shares:
+                    share.keep()
             self._pending, self.is_halfway = pending, not self.copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             limit = settings.max_norm if self._end.clip_scope == "local" else 0.0
@@ -224,12 +224,12 @@ class PostValidation:
         self._end.share()
 
     def _forget(self) -> None:
-        for piece in self._pieces:
-            piece.forget()
+        for share in self._shares:
+            share.forget()
 
     @property
-    def _pieces(self) -> Iterator[Piece]:
-        return pieces_of(self._store.optimizers.values())
+    def _shares(self) -> Iterator[ParameterShare]:
+        return shares_in(self._store.optimizers.values())
 
     def recover(self, step: int | None, error: Exception) -> bool:
         """Has all ranks go on from the last step that all have ended. All of them have failed.

@@ -143,7 +143,7 @@ class StepReduction:
         squares = store.replicas.squared_norms()
         if squares is None:
             squares = {
-                index: squared_norm(piece.parameter.grad for piece in optimizer.pieces.values())
+                index: squared_norm(share.parameter.grad for share in optimizer.shares.values())
                 for index, optimizer in store.optimizers.items()
             }
         for index, value in squares.items():

@@ -32,7 +32,6 @@ from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import Beside
 from dynmo.runtime.layer.census import Census
 from dynmo.runtime.layer.module_call import Finish, Meter, ModuleCall, total_bytes
-from dynmo.runtime.layer.pieces import Cutter
 from dynmo.runtime.layer.reads import Others
 from dynmo.runtime.layer.span import (
     Span,
@@ -43,6 +42,7 @@ from dynmo.runtime.layer.span import (
     with_leaf,
     without_hooks,
 )
+from dynmo.runtime.layer.token_pieces import Cutter
 from dynmo.schedule.op import Kind
 
 
@@ -151,7 +151,7 @@ class Layer:
             graph: Whether to keep what B needs.
             need_input: Whether B must yield input gradients.
             finish: The loss, on the last layer. It takes the module's output.
-            pieces: Cuts the microbatch, on the last layer. F is then left to B (`pieces.py`).
+            pieces: Cuts the microbatch, on the last layer. F is then left to B (`token_pieces.py`).
             behind: The graph of the layer before (`take_open`), which this one joins or closes.
 
         Returns:

@@ -23,9 +23,9 @@ from dynmo.models.reach import modules_of
 from dynmo.runtime.comm.headers import is_alias
 from dynmo.runtime.layer.buffers import Copies
 from dynmo.runtime.layer.outputs import Outputs, as_tuple
-from dynmo.runtime.layer.pieces import Cutter, Piece, run_pieces
 from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
 from dynmo.runtime.layer.span import Tensors, roots_of, run_graph, without_hooks
+from dynmo.runtime.layer.token_pieces import Cutter, TokenPiece, run_pieces
 from dynmo.runtime.layer.writes import Writes
 
 Finish = Callable[[Tensor], Tensor]
@@ -199,7 +199,7 @@ class ModuleCall:
         """Runs module and loss on each piece, and B and W if the loss's gradient is given."""
         trains, hidden = gradient is not None, inputs[0]
 
-        def run(given: Tensors, piece: Piece) -> Tensor:
+        def run(given: Tensors, piece: TokenPiece) -> Tensor:
             outputs, _ = self(given, piece.finish, trains)
             if gradient is not None:
                 self._tape.products.clear()  # nothing waits

@@ -15,8 +15,8 @@ from dynmo.kernels.seeds import generator_of
 from dynmo.kernels.split import LOW
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.outputs import as_tuple
-from dynmo.runtime.layer.pieces import Cutter, TokenPieces
 from dynmo.runtime.layer.span import Span, Tensors
+from dynmo.runtime.layer.token_pieces import Cutter, TokenPieces
 from dynmo.schedule.op import Kind
 
 

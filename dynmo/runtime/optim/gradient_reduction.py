@@ -39,7 +39,7 @@ from dynmo.schedule.memory import REDUCED_AT_ONCE
 
 
 @dataclass(frozen=True)
-class Shared:
+class ReplicatedWeight:
     """A weight of a layer that several replicas hold.
 
     Attributes:
@@ -74,21 +74,21 @@ class Shared:
         return sum(map(bool, self.sources))
 
 
-def shares_of(
+def replicated_weights(
     module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
-) -> list[Shared]:
+) -> list[ReplicatedWeight]:
     """Cuts a layer that all replicas hold into shares, as its optimizer does."""
     named = {name: p for name, p in module.named_parameters() if name not in undivided}
     owned = [name for name in named if name not in shared]
     sources = tuple((replica,) for replica in range(replicas))
-    out: list[Shared] = []
+    out: list[ReplicatedWeight] = []
     for group in (owned, *([name] for name in named if name in shared)):
         cuts = [
             share_ranges([named[name].numel() for name in group], Share(replica, replicas))
             for replica in range(replicas)
         ]
         for name, *ranges in zip(group, *cuts, strict=True):
-            out.append(Shared(name, named[name], tuple(ranges), sources, group is owned))
+            out.append(ReplicatedWeight(name, named[name], tuple(ranges), sources, group is owned))
     return out
 
 
@@ -178,7 +178,7 @@ class Reducer:
 def reduce_gradients(
     peers: RankGroup,
     layer: int,
-    weights: Sequence[Shared],
+    weights: Sequence[ReplicatedWeight],
     everywhere: bool = True,
     bucket: int = REDUCED_AT_ONCE,
 ) -> list[tuple[nn.Parameter, Tensor]]:
@@ -216,7 +216,7 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def reduce_bucket(
-    peers: RankGroup, weights: Sequence[Shared], everywhere: bool, what: str
+    peers: RankGroup, weights: Sequence[ReplicatedWeight], everywhere: bool, what: str
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Reduces one bucket, as `reduce_gradients` does.
 
@@ -261,7 +261,7 @@ def reduce_bucket(
     ]
 
 
-def _sums(weights: Sequence[Shared], arrived: Sequence[Tensor], me: int) -> list[Tensor]:
+def _sums(weights: Sequence[ReplicatedWeight], arrived: Sequence[Tensor], me: int) -> list[Tensor]:
     """Returns the sum over this replica's range of each weight, with the sum of the flags."""
     rows: list[dict[int, Tensor]] = [{} for _ in weights]
     for replica, received in enumerate(arrived):
@@ -276,7 +276,7 @@ def _sums(weights: Sequence[Shared], arrived: Sequence[Tensor], me: int) -> list
 
 
 def gather_parameters(
-    peers: RankGroup, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
+    peers: RankGroup, layer: int, shares: Sequence[ReplicatedWeight], bucket: int = REDUCED_AT_ONCE
 ) -> None:
     """Gives all replicas every replica's share of one layer's parameters."""
     for group in buckets((s for s in shares if s.owned), bucket):
@@ -287,7 +287,7 @@ def gather_parameters(
 
 def _gather(
     peers: RankGroup,
-    weights: Sequence[Shared],
+    weights: Sequence[ReplicatedWeight],
     flats: Sequence[Tensor],
     parts: Sequence[Sequence[Tensor]],
     what: str,
@@ -299,7 +299,9 @@ def _gather(
         _write(weights, flats, replica, received.split(lengths))
 
 
-def squared_norms(peers: RankGroup, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
+def squared_norms(
+    peers: RankGroup, layers: Mapping[int, Sequence[ReplicatedWeight]]
+) -> dict[int, float]:
     """Returns the squared norms of layers in shares, with the bits of `squared_norm`."""
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
@@ -317,13 +319,13 @@ def squared_norms(peers: RankGroup, layers: Mapping[int, Sequence[Shared]]) -> d
     return {index: fold_blocks(part.tolist()) for index, part in zip(lengths, blocks, strict=True)}
 
 
-def _blocks(shared: Shared) -> int:
+def _blocks(shared: ReplicatedWeight) -> int:
     return -(-shared.parameter.numel() // NORM_BLOCK)
 
 
-def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
+def buckets(shares: Iterable[ReplicatedWeight], size: int) -> Iterator[list[ReplicatedWeight]]:
     """Groups parameters that train by dtype. A bucket takes a part of every share."""
-    groups: dict[torch.dtype, list[Shared]] = {}
+    groups: dict[torch.dtype, list[ReplicatedWeight]] = {}
     for s in shares:
         if s.parameter.requires_grad:
             groups.setdefault(s.parameter.dtype, []).append(s)
@@ -334,7 +336,7 @@ def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
         # Gradients are float32 if parameters are of lower precision.
         step = max(1, size // max(4, dtype.itemsize) // replicas)
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
-            bucket: list[Shared] = []
+            bucket: list[ReplicatedWeight] = []
             for k, s in enumerate(group):
                 ranges: list[tuple[int, int]] = []
                 for (low, high), share in zip(s.ranges, starts, strict=True):
@@ -359,12 +361,17 @@ def flat_gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def _ranges(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> list[Tensor]:
+def _ranges(
+    shares: Sequence[ReplicatedWeight], flats: Sequence[Tensor], replica: int
+) -> list[Tensor]:
     return [flat[slice(*s.ranges[replica])] for s, flat in zip(shares, flats, strict=True)]
 
 
 def _write(
-    shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, values: Iterable[Tensor]
+    shares: Sequence[ReplicatedWeight],
+    flats: Sequence[Tensor],
+    replica: int,
+    values: Iterable[Tensor],
 ) -> None:
     for target, each in zip(_ranges(shares, flats, replica), values, strict=True):
         target.copy_(each)

@@ -3,7 +3,7 @@
 The norm does not depend on the placement. State is kept by parameter, so it travels with the layer.
 A frozen layer is simply not stepped: no decay, no moments.
 
-    parameter  -- float32: itself -->  source  -- a share of it -->  piece (the update sees it)
+    parameter  -- float32: itself -->  source  -- cut -->  share (the update sees it)
                -- lower:  `master` ->
 
 With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks. A parameter of lower
@@ -62,7 +62,7 @@ def share_ranges(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
     return out
 
 
-class Piece:
+class ParameterShare:
     """A parameter, or this replica's share of it, with its optimizer state.
 
     Attributes:
@@ -183,22 +183,22 @@ class LayerOptimizer:
         )
         self._group = group
         self.whole = share.count == 1
-        self.pieces = {
-            name: Piece(p, group(name), spans.get(name, (0, p.numel())), self.whole)
+        self.shares = {
+            name: ParameterShare(p, group(name), spans.get(name, (0, p.numel())), self.whole)
             for name, p in named.items()
         }
-        for name, piece in self.pieces.items():
-            if piece.parameter.requires_grad or not needs_master(piece.parameter):
-                piece.made((masters or {}).get(name))
+        for name, own in self.shares.items():
+            if own.parameter.requires_grad or not needs_master(own.parameter):
+                own.made((masters or {}).get(name))
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        pairs = ((name, piece.master) for name, piece in self.pieces.items())
+        pairs = ((name, share.master) for name, share in self.shares.items())
         return {name: master for name, master in pairs if master is not None}
 
     def drop_gradients(self) -> None:
-        for piece in self.pieces.values():
-            piece.parameter.grad = None
+        for share in self.shares.values():
+            share.parameter.grad = None
 
     # -- state that moves and is saved -------------------------------------------------------------
 
@@ -209,9 +209,9 @@ class LayerOptimizer:
         """
         masters = self.masters.items()
         out = {f"{name}/{_MASTER}": master for name, master in masters if master.numel()}
-        for name, piece in self.pieces.items():
-            device = piece.parameter.device
-            for key, value in piece.state.items():
+        for name, share in self.shares.items():
+            device = share.parameter.device
+            for key, value in share.state.items():
                 if isinstance(value, Tensor):
                     out[f"{name}/{key}"] = value.to(device).contiguous()
                 elif value is not None:
@@ -229,15 +229,15 @@ class LayerOptimizer:
 
     def _dims(self, name: str) -> int:
         """A weight that only other replicas hold is a matrix, of which each holder has a part."""
-        if name in self.pieces:
-            return self.pieces[name].dims
+        if name in self.shares:
+            return self.shares[name].dims
         return 2 if self.whole else 1
 
     def knows(self, key: str) -> bool:
         """Returns whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
-        return name in self.pieces and (
-            needs_master(self.pieces[name].parameter)
+        return name in self.shares and (
+            needs_master(self.shares[name].parameter)
             if moment == _MASTER
             else moment in self.moments(name)
         )
@@ -246,34 +246,34 @@ class LayerOptimizer:
         """Takes the tensors that `state` returned."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
-            piece = self.pieces[name]
+            share = self.shares[name]
             if moment == _MASTER:
-                piece.made().copy_(value)
+                share.made().copy_(value)
             elif moment.endswith(NUMBER):
-                piece.state[moment.removesuffix(NUMBER)] = value.item()
+                share.state[moment.removesuffix(NUMBER)] = value.item()
             else:
-                tried = piece.group.state(piece.dims).get(moment)
-                like = tried if isinstance(tried, Tensor) else piece.parameter
-                piece.state[moment] = value.to(like.device)
+                tried = share.group.state(share.dims).get(moment)
+                like = tried if isinstance(tried, Tensor) else share.parameter
+                share.state[moment] = value.to(like.device)
 
     @property
     def state_bytes(self) -> int:
         """The bytes kept for parameters that train, and state that frozen ones left."""
         held = sum(t.nbytes for t in self.state().values())
-        training = [piece for piece in self.pieces.values() if piece.parameter.requires_grad]
-        waiting = sum(piece.new_bytes for piece in training if not piece.state)
-        thawed = sum(piece.bytes for piece in training if piece.tensor is None)
+        training = [share for share in self.shares.values() if share.parameter.requires_grad]
+        waiting = sum(share.new_bytes for share in training if not share.state)
+        thawed = sum(share.bytes for share in training if share.tensor is None)
         return held + waiting + thawed
 
     @property
     def rollback_bytes(self) -> int:
         """The bytes of the copies that take a step back."""
-        training = (piece for piece in self.pieces.values() if piece.parameter.requires_grad)
-        return sum(piece.bytes + piece.new_bytes for piece in training)
+        training = (share for share in self.shares.values() if share.parameter.requires_grad)
+        return sum(share.bytes + share.new_bytes for share in training)
 
 
-def pieces_of(layers: Iterable[LayerOptimizer]) -> Iterator[Piece]:
-    return (piece for layer in layers for piece in layer.pieces.values())
+def shares_in(layers: Iterable[LayerOptimizer]) -> Iterator[ParameterShare]:
+    return (share for layer in layers for share in layer.shares.values())
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:

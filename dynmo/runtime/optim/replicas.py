@@ -18,11 +18,11 @@ from dynmo.runtime.comm.headers import DTYPES, as_bytes
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.optim.gradient_reduction import (
     Reducer,
-    Shared,
+    ReplicatedWeight,
     drop_missing,
     gather_parameters,
     reduce_gradients,
-    shares_of,
+    replicated_weights,
     squared_norms,
 )
 from dynmo.runtime.optim.optimizer import WHOLE, LayerOptimizer, Share
@@ -40,11 +40,11 @@ class Replicas:
         self._tied, self._sharded = tied, sharded
         self.renew(world)
         # They say, for each own layer, which replica sums and updates which part.
-        self._shares: dict[int, list[Shared]] = {}
+        self._shares: dict[int, list[ReplicatedWeight]] = {}
         # Weights of each own layer that are spread over the replicas.
-        self.spread: dict[int, list[Shared]] = {}
+        self.spread: dict[int, list[ReplicatedWeight]] = {}
         # All of them, in the order of the layer's parameters.
-        self._ordered: dict[int, list[Shared]] = {}
+        self._ordered: dict[int, list[ReplicatedWeight]] = {}
 
     @property
     def share(self) -> Share:
@@ -61,7 +61,7 @@ class Replicas:
         index: int,
         module: nn.Module,
         shared: frozenset[str],
-        weights: Sequence[Shared] = (),
+        weights: Sequence[ReplicatedWeight] = (),
     ) -> None:
         """Takes note that this rank has a layer.
 
@@ -71,7 +71,7 @@ class Replicas:
         """
         spread = {weight.name for weight in weights}
         self._shares[index] = (
-            shares_of(module, shared, self._world.replicas, spread)
+            replicated_weights(module, shared, self._world.replicas, spread)
             if self._reducer is not None
             else []
         )
@@ -145,19 +145,19 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
     out: dict[str, Tensor] = {}
     for key, value in state.items():
         name, _, moment = key.rpartition("/")
-        if name not in optimizer.pieces:
+        if name not in optimizer.shares:
             continue  # of a weight that another replica holds
-        low, high = optimizer.pieces[name].span
+        low, high = optimizer.shares[name].span
         if optimizer.whole:
             out[key] = value
-        elif high > low or not optimizer.pieces[name].parameter.numel():
+        elif high > low or not optimizer.shares[name].parameter.numel():
             is_cut = optimizer.is_cut(name, moment)
             out[key] = value.reshape(-1)[low:high].clone() if is_cut else value
     return out
 
 
 def whole_state(
-    peers: RankGroup, optimizer: LayerOptimizer, weights: Sequence[Shared] = ()
+    peers: RankGroup, optimizer: LayerOptimizer, weights: Sequence[ReplicatedWeight] = ()
 ) -> dict[str, Tensor]:
     """Returns the whole state of a layer on all peers, which all call it."""
     state = optimizer.state()
@@ -167,8 +167,8 @@ def whole_state(
     # The range that this replica gives of each parameter, and a tensor like the whole.
     spread = {weight.name: (weight.ranges[peers.rank], weight.parameter) for weight in weights}
     divided = {
-        name: (piece.span, piece.parameter)
-        for name, piece in optimizer.pieces.items()
+        name: (share.span, share.parameter)
+        for name, share in optimizer.shares.items()
         if not optimizer.whole and name not in spread
     }
     parts = divided | spread
@@ -209,7 +209,7 @@ def _header(tensor: Tensor | None) -> list[int]:
     return [1 + _BY_CODE.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
 
-def whole_parameters(peers: RankGroup, weights: Sequence[Shared]) -> dict[str, Tensor]:
+def whole_parameters(peers: RankGroup, weights: Sequence[ReplicatedWeight]) -> dict[str, Tensor]:
     """Returns the spread weights whole on all peers, which all call it."""
     out: dict[str, Tensor] = {}
     for weight in weights:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.optim.fused import Fused
-from dynmo.runtime.optim.optimizer import LayerOptimizer, Piece, pieces_of
+from dynmo.runtime.optim.optimizer import LayerOptimizer, ParameterShare, shares_in
 from dynmo.runtime.optim.parameter_groups import Group, Rates
 from dynmo.runtime.optim.trial import Make, make_optimizer
 
@@ -19,14 +19,14 @@ _Part = tuple[Group, bool]
 
 
 class Update:
-    """One torch optimizer for each function in the groups, over the pieces of all layers.
+    """One torch optimizer for each function in the groups, over the shares of all layers.
 
-    Each piece keeps its state. The optimizers have it during a step alone.
+    Each share keeps its state. The optimizers have it during a step alone.
     """
 
     def __init__(self) -> None:
         # Pieces that have had a gradient.
-        self._known: dict[Piece, None] = {}
+        self._known: dict[ParameterShare, None] = {}
         self._made: dict[Make, tuple[list[_Part], torch.optim.Optimizer]] = {}
 
     def release(self) -> None:
@@ -37,17 +37,17 @@ class Update:
         """Applies the gradients of each layer times its factor. They stay, multiplied."""
         gradients = _gradients(layers)
         for layer, factor in layers.items():
-            grads = [gradients[piece] for piece in layer.pieces.values() if piece in gradients]
+            grads = [gradients[share] for share in layer.shares.values() if share in gradients]
             if grads and factor != 1.0:
                 scale_all(grads, factor)
-        for piece in gradients:
-            piece.is_fresh = not piece.state
+        for share in gradients:
+            share.is_fresh = not share.state
         self._run(gradients, rates, lambda optimizer: optimizer.step())
 
     def restore(self, layers: Iterable[LayerOptimizer]) -> None:
-        """Takes back the step since the pieces' `keep`: the same bits as before it."""
-        for piece in pieces_of(layers):
-            piece.restore()
+        """Takes back the step since the shares' `keep`: the same bits as before it."""
+        for share in shares_in(layers):
+            share.restore()
         # An optimizer may have made the state of its first step when it was made itself.
         self.release()
 
@@ -59,13 +59,13 @@ class Update:
         """
         gradients = _gradients(layers)
         self._run(gradients, rates, lambda optimizer: cast(Fused, optimizer).invert())
-        for piece in gradients:
-            if piece.is_fresh:
-                piece.state = {}
+        for share in gradients:
+            if share.is_fresh:
+                share.state = {}
 
     def _run(
         self,
-        gradients: Mapping[Piece, Tensor],
+        gradients: Mapping[ParameterShare, Tensor],
         rates: Rates,
         act: Callable[[torch.optim.Optimizer], object],
     ) -> None:
@@ -77,28 +77,28 @@ class Update:
             for (group, is_spared), options in zip(parts, optimizer.param_groups, strict=True):
                 new = rates[group.number] if isinstance(rates, Sequence) else {"lr": rates}
                 options.update({**new, "weight_decay": 0.0} if is_spared else new)
-        for piece, gradient in gradients.items():
-            piece.made().grad = gradient
-            if piece.state:
-                self._made[piece.group.make][1].state[piece.made()] = piece.state
+        for share, gradient in gradients.items():
+            share.made().grad = gradient
+            if share.state:
+                self._made[share.group.make][1].state[share.made()] = share.state
         for _, optimizer in self._made.values():
             act(optimizer)
-        for piece in gradients:
-            piece.state = self._made[piece.group.make][1].state.pop(piece.made(), {})
-            if piece.made() is not piece.parameter:
-                piece.made().grad = None
-            piece.publish()
+        for share in gradients:
+            share.state = self._made[share.group.make][1].state.pop(share.made(), {})
+            if share.made() is not share.parameter:
+                share.made().grad = None
+            share.publish()
 
-    def _make(self, pieces: Iterable[Piece]) -> None:
-        """Makes the optimizers anew if a piece has its first gradient."""
-        known = self._known | dict.fromkeys(pieces)
+    def _make(self, shares: Iterable[ParameterShare]) -> None:
+        """Makes the optimizers anew if a share has its first gradient."""
+        known = self._known | dict.fromkeys(shares)
         if len(known) == len(self._known):
             return
         self._known = known
         made: dict[Make, dict[_Part, list[Tensor]]] = {}
-        for piece in known:
-            part = piece.group, piece.group.spares(piece.parameter.dim())
-            made.setdefault(piece.group.make, {}).setdefault(part, []).append(piece.made())
+        for share in known:
+            part = share.group, share.group.spares(share.parameter.dim())
+            made.setdefault(share.group.make, {}).setdefault(part, []).append(share.made())
         self._made = {
             make: (
                 list(parts),
@@ -108,6 +108,6 @@ class Update:
         }
 
 
-def _gradients(layers: Iterable[LayerOptimizer]) -> dict[Piece, Tensor]:
-    pairs = ((piece, piece.gradient()) for piece in pieces_of(layers))
-    return {piece: gradient for piece, gradient in pairs if gradient is not None}
+def _gradients(layers: Iterable[LayerOptimizer]) -> dict[ParameterShare, Tensor]:
+    pairs = ((share, share.gradient()) for share in shares_in(layers))
+    return {share: gradient for share, gradient in pairs if gradient is not None}

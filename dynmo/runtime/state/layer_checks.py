@@ -109,7 +109,7 @@ def check_moments(
     parameters = dict(module.named_parameters())
     for key, value in moments.items():
         name, _, moment = key.rpartition("/")
-        if name not in parameters or name not in optimizer.pieces:
+        if name not in parameters or name not in optimizer.shares:
             continue
         shape = parameters[name].shape
         if optimizer.is_cut(name, moment) and value.numel() != shape.numel():

@@ -32,8 +32,8 @@ from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.census import set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.pieces import token_pieces_of
 from dynmo.runtime.layer.reads import others_of
+from dynmo.runtime.layer.token_pieces import token_pieces_of
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.optim.precision import lower as lower_precision

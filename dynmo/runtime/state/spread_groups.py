@@ -25,7 +25,7 @@ from dynmo.models.group_placement import GroupPlacement, Spreads, even_placement
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.process_mesh import Sharers
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.optim.gradient_reduction import Shared
+from dynmo.runtime.optim.gradient_reduction import ReplicatedWeight
 from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.optim.replicas import whole_parameters
 from dynmo.runtime.state.layer_tensors import Contents
@@ -90,7 +90,7 @@ class SpreadGroups:
                     )
         self._hold(index)
 
-    def connect(self, index: int) -> list[Shared]:
+    def connect(self, index: int) -> list[ReplicatedWeight]:
         """Has a layer of this rank compute with the other replicas."""
         placement, module = self.placements.get(index), self._modules[index]
         if placement is None:
@@ -103,10 +103,12 @@ class SpreadGroups:
             for group in self._shared(path, linear, placement)
         ]
 
-    def _shared(self, path: str, linear: GroupedLinear, placement: GroupPlacement) -> list[Shared]:
+    def _shared(
+        self, path: str, linear: GroupedLinear, placement: GroupPlacement
+    ) -> list[ReplicatedWeight]:
         world = self._world
         like = _one_here(linear)
-        out: list[Shared] = []
+        out: list[ReplicatedWeight] = []
         for group, weight in enumerate(linear.weights):
             sources = tuple(
                 self._sources(placement, group, replica) for replica in range(world.replicas)
@@ -118,7 +120,7 @@ class SpreadGroups:
             first = self.sharers.number * self._ranks
             copies = linear.source_gradients(group).items()
             out.append(
-                Shared(
+                ReplicatedWeight(
                     name=key_of(path, group),
                     parameter=like if weight is None else weight,
                     ranges=tuple(ranges),
@@ -155,7 +157,7 @@ class SpreadGroups:
         }
 
     @contextmanager
-    def whole(self, index: int, groups: Sequence[Shared]) -> Generator[nn.Module]:
+    def whole(self, index: int, groups: Sequence[ReplicatedWeight]) -> Generator[nn.Module]:
         """Yields a layer with all of its groups. All replicas enter it."""
         module, weights = self._modules[index], whole_parameters(self._world.peers, groups)
         absent = [group for group in groups if not group.sources[self._world.replica]]

@@ -24,7 +24,7 @@ from dynmo.runtime.optim.gradient_reduction import (
     drop_missing,
     gather_parameters,
     reduce_gradients,
-    shares_of,
+    replicated_weights,
     squared_norms,
 )
 from dynmo.runtime.optim.optimizer import Share, squared_norm
@@ -73,7 +73,7 @@ def reduction_fails(world: Meeting) -> list[Any]:
         if world.rank == 1:
             world.store.wait(["named"])
         elif world.rank == 0:
-            shares = shares_of(line, frozenset(), 2)
+            shares = replicated_weights(line, frozenset(), 2)
             reducer.submit(
                 lambda: partial(drop_missing, reduce_gradients(here.peers, 3, shares, True))
             )
@@ -117,7 +117,7 @@ def reduce(world: Meeting, everywhere: bool, bucket: int) -> dict[str, Any]:
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
     shared = frozenset({"some.weight"})
-    shares = shares_of(module, shared, count)
+    shares = replicated_weights(module, shared, count)
     _give(module, here.replica)
     expected: dict[str, Tensor] = {}
     for name in dict(module.named_parameters()):
@@ -277,7 +277,7 @@ def test_buckets_hold_every_share_once(
     sizes: list[int], low: list[int], replicas: int, size: int
 ) -> None:
     module = _Sizes(sizes, low)
-    shares = shares_of(module, frozenset({"p1"}), replicas)
+    shares = replicated_weights(module, frozenset({"p1"}), replicas)
     parts: dict[int, list[list[tuple[int, int]]]] = {
         id(p): [[] for _ in range(replicas)] for p in module.parameters()
     }
@@ -300,5 +300,5 @@ def test_buckets_hold_every_share_once(
 def test_frozen_parameters_are_in_no_bucket() -> None:
     module = _Sizes([5, 6], [])
     module.get_parameter("p0").requires_grad_(False)
-    ((only,),) = buckets(shares_of(module, frozenset(), 2), 1 << 20)
+    ((only,),) = buckets(replicated_weights(module, frozenset(), 2), 1 << 20)
     assert only.parameter is module.get_parameter("p1")

@@ -56,7 +56,7 @@ def test_measured_costs_are_exact_and_equal_on_all_ranks(pool: Pool) -> None:
         assert [measured[kind] for measured in ranks[0]] == pytest.approx(truth)
     # There is one weight of 4 bytes, with its gradient, two moments and a counter. Messages have 64
     # numbers. W needs the messages and their gradients. The gradient of the loss is one number. The
-    # workspaces come from shapes alone, a step ends with a barrier, and a replica has one slot.
+    # workspaces come from shapes alone, a step ends with a barrier, and a replica has one group.
     state = {"parameters": 1, "weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 12}
     zeros = ("workspace", "forward_workspace", "weight_workspace", "rollback", "pending_gradient")
     state |= {f"{name}_bytes": 0 for name in zeros}

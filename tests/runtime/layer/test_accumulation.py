@@ -55,7 +55,7 @@ def test_sum_follows_the_tree_of_the_docstring(count: int, seed: int) -> None:
 
 @given(st.integers(1, 40))
 def test_pending_gradients_match_the_count(count: int) -> None:
-    """At most the predicted number of gradients is pending while a slot is summed."""
+    """At most the predicted number of gradients is pending while a group is summed."""
     waiting: list[int] = []
     tree = Tree()
     for place in range(count):
@@ -68,7 +68,7 @@ def test_pending_gradients_match_the_count(count: int) -> None:
 def test_any_valid_number_of_replicas_gives_the_same_bits(
     replicas: int, exponent: int, seed: int
 ) -> None:
-    """Each replica folds its own slots. Then the sums of replicas are folded in order."""
+    """Each replica folds its own groups. Then the sums of replicas are folded in order."""
     each = 2**exponent
     groups = rows(replicas * each, seed)
     assert accumulation_problem(len(groups), replicas, len(groups)) is None
@@ -163,7 +163,7 @@ def gradients(
 
 
 def plain(count: int) -> dict[str, Tensor | None]:
-    """A fresh sum for every slot, and the sums folded."""
+    """A fresh sum for every group, and the sums folded."""
     module = Mixed()
     module.calls = MICROBATCHES
     layer = Layer(0, module, HostClock(), 1)
@@ -187,7 +187,7 @@ def plain(count: int) -> dict[str, Tensor | None]:
     ["x" * 8, "bw" * 8, "b" * 8 + "w" * 8, "bbb" + "bw" * 5 + "www", "bbw" + "bw" * 6 + "w"],
 )
 def test_b_ahead_of_w_keeps_the_order_of_sums(order: str, count: int) -> None:
-    """Norms end a slot at B, and linears end it at W."""
+    """Norms end a group at B, and linears end it at W."""
     got = gradients(Mixed(), order, count, steps=2)
     assert_same(got, plain(count))
     assert got["never.weight"] is None

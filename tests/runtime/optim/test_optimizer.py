@@ -298,9 +298,9 @@ def test_sharded_update_has_the_bits_of_the_whole(make: Make, count: int) -> Non
         gradients = [p.grad for p in shared_module.parameters() if p.grad is not None]
         assert fold_blocks(
             b
-            for name, g in zip(parts[0].pieces, gradients, strict=True)
+            for name, g in zip(parts[0].shares, gradients, strict=True)
             for o in parts
-            for b in block_sums(g.reshape(-1)[slice(*o.pieces[name].span)])
+            for b in block_sums(g.reshape(-1)[slice(*o.shares[name].span)])
         ) == squared_norm(gradients)
         step_of(one, 0.1, 0.9)
         for part in parts:
@@ -333,12 +333,12 @@ def test_restore_is_exact_and_invert_is_close(make: Make, dtype: torch.dtype, fi
             step_of(optimizer, 0.01)
     gradients(1)
     before = {key: value.clone() for key, value in restored.state().items()}
-    pieces = [*restored.pieces.values()]
-    for piece in pieces:
-        piece.keep()
+    shares = [*restored.shares.values()]
+    for share in shares:
+        share.keep()
     step_of(restored, 0.01)
-    for piece in pieces:
-        piece.restore()
+    for share in shares:
+        share.restore()
     assert_same(restored.state(), before)
     assert same_bits([kept], [plain])
     step_of(other, 0.01)

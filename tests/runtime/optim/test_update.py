@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.sequential import Sequential
-from dynmo.runtime.optim.optimizer import LayerOptimizer, pieces_of
+from dynmo.runtime.optim.optimizer import LayerOptimizer, shares_in
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
 from dynmo.runtime.optim.trial import check_is_separable
 from dynmo.runtime.optim.update import Update
@@ -59,9 +59,9 @@ def test_layers_have_the_bits_of_the_whole_model(name: str) -> None:
         if step in (0, 2):  # in the first step nothing has state
             before = weights(ours)
             give(ours, 9)
-            pieces = list(pieces_of(own))
-            for piece in pieces:
-                piece.keep()
+            shares = list(shares_in(own))
+            for share in shares:
+                share.keep()
             update.step(dict.fromkeys(own, 1.0), 1.0)
             update.restore(own)
             assert all(map(torch.equal, weights(ours), before))
@@ -109,8 +109,8 @@ def test_first_step_is_taken_back_if_state_is_made_with_the_optimizer() -> None:
     optimizer, update, whole = optimizer_of(ours, Early), Update(), Early(theirs.parameters())
     for p in (p for module in modules for p in module.parameters()):
         p.grad = torch.ones_like(p)
-    for piece in optimizer.pieces.values():
-        piece.keep()
+    for share in optimizer.shares.values():
+        share.keep()
     update.step({optimizer: 1.0}, 0.5)
     update.restore([optimizer])
     for _ in range(2):

@@ -19,7 +19,7 @@ from dynmo.pipeline.shape_costs import shape_costs, static_costs
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_mesh import Sharers, arrange
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.gradient_reduction import Shared, drop_missing, reduce_gradients
+from dynmo.runtime.optim.gradient_reduction import ReplicatedWeight, drop_missing, reduce_gradients
 from dynmo.runtime.optim.optimizer import Share, share_ranges
 from dynmo.runtime.state.spread_groups import SpreadGroups, arrivals
 from dynmo.train.setup import model_of
@@ -108,7 +108,7 @@ def reduced(world: Meeting, bucket: int, absent: list[int]) -> list[Any]:
     """Two experts: one on replicas 0 and 2, one on replica 1. True for each correct local sum."""
     peers, size = arrange(world, 4).peers, 40_000
     spread_over: Any = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
-    experts: list[Shared] = []
+    experts: list[ReplicatedWeight] = []
     for number, sources in enumerate(spread_over):
         holders = [replica for replica, of in enumerate(sources) if of]
         ranges = [(0, 0)] * 4
@@ -118,7 +118,9 @@ def reduced(world: Meeting, bucket: int, absent: list[int]) -> list[Any]:
         for source, copy in copies.items():
             copy.grad = None if source in absent else _gradient(number, source, size)
         own = next(iter(copies.values()), nn.Parameter(torch.zeros(size)))
-        experts.append(Shared(f"e{number}", own, tuple(ranges), sources, gradients=copies))
+        experts.append(
+            ReplicatedWeight(f"e{number}", own, tuple(ranges), sources, gradients=copies)
+        )
     drop_missing(reduce_gradients(peers, 0, experts, bucket=bucket))
     out: list[Any] = []
     for number, expert in enumerate(experts):

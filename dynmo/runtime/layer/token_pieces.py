@@ -23,7 +23,7 @@ from dynmo.models.loss import PieceLoss, piece_loss_of
 from dynmo.models.model import Model
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """Some tokens of a microbatch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     finish: Callable[[Any], Tensor]
 
 
-Cutter = Callable[[Tensor], Iterator[Piece]]
+Cutter = Callable[[Tensor], Iterator[TokenPiece]]
 """Takes the input of the last layer."""
 
 
@@ -55,7 +55,7 @@ class TokenPieces:
 
     def cut(
         self, hidden: Tensor, targets: Tensor, note: Callable[[Any], None] | None = None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenPiece]:
         """Yields the pieces of a microbatch.
 
         Args:
@@ -78,7 +78,7 @@ class TokenPieces:
             tokens = slice(start, start + step)
             share = is_counted[:, tokens].sum() / total
             piece_targets = aligned[:, tokens].contiguous()
-            yield Piece(tokens, share, partial(self._finish, piece_targets, note))
+            yield TokenPiece(tokens, share, partial(self._finish, piece_targets, note))
 
     def _finish(self, targets: Tensor, note: Callable[[Any], None] | None, output: Any) -> Tensor:
         if note is not None:
@@ -130,7 +130,7 @@ def run_pieces(
     pieces: Cutter,
     module: nn.Module,
     inputs: tuple[Tensor, ...],
-    run: Callable[[tuple[Tensor, ...], Piece], Tensor],
+    run: Callable[[tuple[Tensor, ...], TokenPiece], Tensor],
 ) -> Tensor:
     """Runs the last layer and its loss on each piece. Returns the loss of the microbatch.
 
