@@ -35,11 +35,11 @@ def storage_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def others_of(layers: Iterable[tuple[int, nn.Module]], module: nn.Module) -> dict[int, str]:
-    """Returns the tensors of layers that are not those of `module`."""
+def others_of(layers: Iterable[tuple[int, object]], module: nn.Module) -> dict[int, str]:
+    """Returns the tensors of layers, if they are modules, that are not those of `module`."""
     found = dict[int, str]()
     for index, layer in layers:
-        for what, name, tensor in named_tensors(layer):
+        for what, name, tensor in named_tensors(layer) if isinstance(layer, nn.Module) else ():
             if (storage := storage_of(tensor)) is not None:
                 found[storage] = f"the {what} {name} of layer {index}"
     for _, _, tensor in named_tensors(module):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import CheckpointError, ConfigError, RunError
 from dynmo.kernels.packed_weight import unknown_form
 from dynmo.models.identity import Identity
 from dynmo.models.model import named_tensors
@@ -117,6 +117,16 @@ def check_moments(
                 f"{layer}: rebuild got {key} of {list(value.shape)}, but {name} is {list(shape)}; "
                 "change the moments as the parameter"
             )
+
+
+def check_saved_moments(layer: str, optimizer: LayerOptimizer, moments: Iterable[str]) -> None:
+    """Refuses optimizer state of a checkpoint that this optimizer has not."""
+    unknown = next((name for name in moments if not optimizer.knows(name)), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"{layer}: the checkpoint has {unknown} of the optimizer, which the config's has not; "
+            "resume with the train.optimizer and model.tied that the run was started with"
+        )
 
 
 def check_arrival(

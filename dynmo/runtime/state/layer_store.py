@@ -19,7 +19,7 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError, ConfigError
+from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.identity import identity_of
@@ -30,7 +30,6 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.accumulation import AccumulationGroups
-from dynmo.runtime.layer.census import set_modes, set_scalars
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.reads import others_of
 from dynmo.runtime.layer.token_pieces import token_pieces_of
@@ -49,6 +48,7 @@ from dynmo.runtime.state.layer_checks import (
     check_moments,
     check_same_groups,
     check_same_model,
+    check_saved_moments,
     check_views,
 )
 from dynmo.runtime.state.layer_tensors import fill, make_contiguous
@@ -57,7 +57,6 @@ from dynmo.runtime.state.spread_groups import SpreadGroups
 
 # Prefixes of the tensors of dynamic cases, and of `Layer.beside`, among the optimizer's state.
 _KEPT, _BESIDE = "case:", "beside:"
-_OTHERS = (_KEPT, _BESIDE)
 
 
 class LayerStore:
@@ -196,8 +195,7 @@ class LayerStore:
 
     def _restore(self, index: int, state: Mapping[str, Tensor], whole: bool = False) -> None:
         """Makes a layer run on this rank with its former state (`state`)."""
-        moments = {name: t for name, t in state.items() if not name.startswith(_OTHERS)}
-        self._adopt(index, moments, whole)
+        self._adopt(index, _moments(state), whole)
         self.layers[index].beside.put(_with_prefix(_BESIDE, state))
         self.case_tensors[index] = {n: t.cpu() for n, t in _with_prefix(_KEPT, state).items()}
 
@@ -210,10 +208,8 @@ class LayerStore:
 
         The modules that a user gave are among them, wherever the layers are now.
         """
-        given = [
-            (at, layer) for at, layer in enumerate(self.model.given) if isinstance(layer, nn.Module)
-        ]
-        return others_of([*given, *enumerate(self.modules)], self.modules[index])
+        layers = [*enumerate(self.model.given), *enumerate(self.modules)]
+        return others_of(layers, self.modules[index])
 
     def _is_last_of_its_kind(self, index: int) -> bool:
         """The first stage may run whole backwards, for which no weight gradient has to wait."""
@@ -254,18 +250,9 @@ class LayerStore:
         Raises:
             CheckpointError: The saved optimizer state does not fit this optimizer.
         """
-        state = (
-            name
-            for section, name in tensors
-            if section == "optimizer" and not name.startswith(_OTHERS)
-        )
-        unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
-        if unknown is not None:
-            raise CheckpointError(
-                f"layer {index} ({self.model.names[index]}): the checkpoint has {unknown} of the "
-                "optimizer, which the config's has not; "
-                "resume with the train.optimizer and model.tied that the run was started with"
-            )
+        state = {name: t for (section, name), t in tensors.items() if section == "optimizer"}
+        layer = f"layer {index} ({self.model.names[index]})"
+        check_saved_moments(layer, self.optimizers[index], _moments(state))
         module = self.modules[index]
         flags = {name: p.requires_grad for name, p in module.named_parameters()}
         self._restore(index, fill(module, tensors, flags), whole=True)
@@ -281,7 +268,7 @@ class LayerStore:
             if move.source == self.world.rank:
                 self._drop(move.layer)
         for arrival in arrivals:
-            self._restore(arrival.layer, self._fill(arrival))
+            self._restore(arrival.layer, arrival.fill(self.modules[arrival.layer]))
         for index, layer in self.layers.items():
             layer.recompute = index in layout.recomputed
 
@@ -308,7 +295,7 @@ class LayerStore:
         self.generation = self.world.generation
         self.spread.join(self.world, groups)
         self.replicas = self._new_replicas()
-        arrived = {arrival.layer: self._fill(arrival) for arrival in arrivals}
+        arrived = {each.layer: each.fill(self.modules[each.layer]) for each in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
             self._restore(index, state, whole=not self.spreads_groups)
@@ -347,13 +334,6 @@ class LayerStore:
         for index in self.layers:
             self.spread.connect(index)
         self.tied.join()
-
-    def _fill(self, arrival: Arrival) -> dict[str, Tensor]:
-        """Puts an arrival into its module. Returns the optimizer's state."""
-        module = self.modules[arrival.layer]
-        set_modes(module, arrival.evaluating)
-        set_scalars(module, arrival.scalars)
-        return fill(module, arrival.tensors, arrival.flags, arrival.forms)
 
     def empty(self) -> None:
         """Drops all layers, since this rank has left the run."""
@@ -398,6 +378,10 @@ class LayerStore:
             else:
                 self.spread.take_note(index, placement)
         return moved
+
+
+def _moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in state.items() if not name.startswith((_KEPT, _BESIDE))}
 
 
 def _with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

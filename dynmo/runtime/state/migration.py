@@ -35,8 +35,8 @@ from dynmo.runtime.comm.headers import (
     room_for,
 )
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.layer.census import Scalars, hooks_of, scalars_of
-from dynmo.runtime.state.layer_tensors import Contents, Manifest, contents, describe
+from dynmo.runtime.layer.census import Scalars, hooks_of, scalars_of, set_modes, set_scalars
+from dynmo.runtime.state.layer_tensors import Contents, Manifest, contents, describe, fill
 
 # Largest manifest. A tensor takes some 100 bytes of it, so no real one comes near.
 _MOST_TEXT = 64 << 20
@@ -61,6 +61,12 @@ class Arrival:
     hooks: list[str]
     scalars: Scalars
     forms: dict[str, str]
+
+    def fill(self, module: nn.Module) -> dict[str, Tensor]:
+        """Puts the layer into its module. Returns the optimizer's state."""
+        set_modes(module, self.evaluating)
+        set_scalars(module, self.scalars)
+        return fill(module, self.tensors, self.flags, self.forms)
 
 
 @dataclass(frozen=True)
