@@ -53,7 +53,7 @@ from dynmo.models.group_placement import (
     GroupPlacement,
     even_placement,
 )
-from dynmo.plan.partition import Partition, moves, uniform
+from dynmo.plan.partition import Partition, moves_between_ranks, uniform
 
 STAGES, BLOCKS, SEQUENCE = 8, 32, 2048
 _counts = cache(draw_counts)
@@ -285,7 +285,7 @@ def mean_busiest(
 
 def moved(partitions: Sequence[Partition]) -> dict[str, int]:
     """Counts how often layers moved, and how many half blocks in all."""
-    each = [len(moves(old, new)) for old, new in pairwise(partitions)]
+    each = [len(moves_between_ranks(old, new)) for old, new in pairwise(partitions)]
     return {"times": sum(map(bool, each)), "layers": sum(each)}
 
 

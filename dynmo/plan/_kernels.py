@@ -192,12 +192,6 @@ def evenest(
 
 
 @jit()
-def _copy(to: Ints, of: Ints) -> None:  # numba takes seconds to compile an array's assignment
-    for i in range(len(to)):
-        to[i] = of[i]
-
-
-@jit()
 def evaluate_bounds(chunks: Chunks, bounds: Ints, scratch: Ints) -> tuple[int, float, float]:
     """The bytes over the caps, the largest time of a rank, and the sum of squared times."""
     sums, rank_of, speeds, held, pairs, pair_at, caps = chunks
@@ -224,8 +218,7 @@ def descend(chunks: Chunks, bounds: Ints) -> tuple[int, float, float]:
     """
     rank_of, speeds = chunks[1], chunks[2]
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    best, trial = evaluate_bounds(chunks, bounds, scratch), bounds.copy()
-    progress = True
+    best, progress = evaluate_bounds(chunks, bounds, scratch), True
     while progress:
         progress = False
         for source in range(stages):
@@ -233,13 +226,14 @@ def descend(chunks: Chunks, bounds: Ints) -> tuple[int, float, float]:
                 if source == target or bounds[source + 1] - bounds[source] < 2:
                     continue
                 low, high, step = (source, target, -1) if source < target else (target, source, 1)
-                _copy(trial, bounds)
                 for i in range(low + 1, high + 1):
-                    trial[i] += step
-                value = evaluate_bounds(chunks, trial, scratch)
+                    bounds[i] += step
+                value = evaluate_bounds(chunks, bounds, scratch)
                 if value < best:
-                    _copy(bounds, trial)
                     best, progress = value, True
+                    continue
+                for i in range(low + 1, high + 1):
+                    bounds[i] -= step
     return best
 
 
@@ -264,8 +258,9 @@ def wander(chunks: Chunks, bounds: Ints, kicks: int, floor: float) -> tuple[int,
                 trial[i] = moved
         value = descend(chunks, trial)
         if value <= best:
-            _copy(bounds, trial)
             best = value
+            for i in range(stages + 1):  # numba takes seconds to compile an array's assignment
+                bounds[i] = trial[i]
     return best
 
 
@@ -312,7 +307,7 @@ def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
             f_low + f_up + scale * (f[n] - f[y] + back),
         )
     if g[1] + h[1] > 0.0:  # rank 0's last B ends the step
-        time = max(
+        return max(
             time,
             f_low + f_up + scale * (f[x] + f[n] - f[y] + g[n] + h[1]),
             f_low + f_up + b_up + scale * (f[x] + g[b] + h[1]),
@@ -320,10 +315,8 @@ def flow_time(flow: Flow, x: int, a: int, b: int, y: int) -> float:
             f_up + b_up + b_low + scale * (f[b] + g[x] + h[1]),
             b_up + b_low + scale * (f[n] + g[n] - g[y] + g[x] + h[1]),
         )
-    else:
-        last = g[n] - g[n - 1] + h[n] - h[n - 1]
-        time = max(time, f_low + f_up + scale * (f[x] + f[n] - f[y] + last))
-    return time
+    last = g[n] - g[n - 1] + h[n] - h[n - 1]
+    return max(time, f_low + f_up + scale * (f[x] + f[n] - f[y] + last))
 
 
 @jit()
@@ -380,8 +373,7 @@ def _reach_inwards(chunks: Chunks, flow: Flow, limit: float, came: Origins) -> f
                     size = need(held, pairs, pair_at, r, x, a) if caps.size else 0
                     if caps.size and size > caps[r]:
                         break
-                    b = a if last else y - 1
-                    while b >= a + left:
+                    for b in range(a if last else y - 1, a + left - 1, -1):
                         time = (first + sums[y] - sums[b]) / speeds[r]
                         if time > limit:
                             rise = min(rise, time)
@@ -401,7 +393,4 @@ def _reach_inwards(chunks: Chunks, flow: Flow, limit: float, came: Origins) -> f
                                 came[r + 1, a, b] = x * (layers + 1) + y + 1
                         else:
                             rise = min(rise, (sums[b] - sums[a]) / rest)
-                        b -= 1
-                        if last:
-                            break
     return rise

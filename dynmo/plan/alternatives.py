@@ -140,14 +140,13 @@ def choose_schedule(
 
     closest = min(meshes, key=need) if limited else meshes[0]
     try:
-        plan_or_suggest(problem, closest, allowed)
+        return plan_or_suggest(problem, closest, allowed), tried
     except InputError as error:
         if not limited or len(meshes) == 1:
             raise
         raise PartitionError(
             f"{AUTO}: no schedule fits; {closest.schedule} comes closest: {error}"
         ) from None
-    raise AssertionError("no schedule fits, but the closest does")
 
 
 # -- what would fit the memory ---------------------------------------------------------------------

@@ -154,30 +154,18 @@ def search(problem: Problem, allowed: Allowed, quick: bool = False) -> Found:
 @final
 class _Search:
     def __init__(self, problem: Problem, allowed: Allowed) -> None:
-        for what, value in (
-            ("GPUs", allowed.gpus),
-            ("sequences in a global batch", allowed.batch),
-            ("candidates", allowed.keep),
-        ):
-            if not 1 <= value <= _MOST:
-                raise PartitionError(
-                    f"{value} {what}; at least 1 is needed"
-                    + f", and at most {_MOST}" * (value > _MOST)
-                )
-        if problem.work.zero not in (0, 1):
-            raise PartitionError(f"zero = {problem.work.zero}; it is 0 or 1")
-        if not problem.bandwidth > 0:
+        assert min(allowed.gpus, allowed.batch, allowed.keep, *allowed.sizes) >= 1
+        assert problem.work.zero in (0, 1)
+        assert problem.bandwidth > 0
+        if allowed.batch > _MOST:
             raise PartitionError(
-                f"a bandwidth of {problem.bandwidth} bytes per second; it is a number over 0"
+                f"{allowed.batch} sequences in a global batch; at most {_MOST} are possible"
             )
         if problem.profile.microbatch is None:
             raise PartitionError(
                 "the costs do not say of how many sequences a microbatch is, so they cannot be "
                 'scaled; add "microbatch": 1 to the file, say'
             )
-        wrong = next((size for size in allowed.sizes if size < 1), None)
-        if wrong is not None:
-            raise PartitionError(f"a microbatch of {wrong} sequences; at least 1 is needed")
         self.problem, self.allowed = problem, allowed
         frugal = () if problem.memory_limit is None else FRUGAL
         self.names = allowed.schedules or SCHEDULES + frugal

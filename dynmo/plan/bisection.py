@@ -53,8 +53,7 @@ def exact(
     Weights that are not small integers count in units of 2^-52 of their sum.
 
     Raises:
-        PartitionError: There are fewer layers than ranks, a number is negative or not finite, or no
-            placement fits `memory`.
+        PartitionError: There are fewer layers than ranks, or no placement fits `memory`.
     """
     chain = Chain(weights, ranks, memory, speeds, links, output_bytes)
     return chain.placed(chain.least(), chain.wanted(current))
@@ -85,11 +84,7 @@ def integer_sums(weights: Sequence[float]) -> list[int]:
     They are exact if their common unit is at least 2^-52 of their sum. If not, each weight counts
     in units of 2^-52 of the sum.
     """
-    for layer, weight in enumerate(weights):
-        if not math.isfinite(weight) or weight < 0:
-            raise PartitionError(
-                f"layer {layer} has the weight {weight}; a weight is a number of at least 0"
-            )
+    assert all(0 <= weight < math.inf for weight in weights)
     # Every float is an integer over a power of two.
     ratios = [weight.as_integer_ratio() for weight in weights]
     below = max((denominator for _, denominator in ratios), default=1)

@@ -9,7 +9,6 @@ from itertools import takewhile
 
 from dynmo.cost.costs_file import TIMES
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_costs
-from dynmo.errors import PartitionError
 from dynmo.plan.partition import Partition
 
 _PER_MICROBATCH = (
@@ -43,11 +42,7 @@ def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[Lay
 
     A frozen layer runs forward only and keeps nothing.
     """
-    if not 0 <= first_trainable_layer < max(1, len(layers)):
-        raise PartitionError(
-            f"first trainable layer {first_trainable_layer} of {len(layers)} layers; "
-            "at least the last must train"
-        )
+    assert 0 <= first_trainable_layer < max(1, len(layers)), "at least the last layer trains"
     frozen = (
         replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
         for x in layers[:first_trainable_layer]

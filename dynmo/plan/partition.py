@@ -48,9 +48,7 @@ class Partition:
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.counts:
-            raise PartitionError("a placement without stages; give at least one count of layers")
-        for stage, count in enumerate(self.counts):
+        for stage, count in enumerate(self.counts or (0,)):
             if count < 1:
                 raise PartitionError(
                     f"stage {stage} of the placement {self.counts} has {count} layers; every "
@@ -93,11 +91,6 @@ class Move(NamedTuple):
     target: int
 
 
-def moves(old: Partition, new: Partition) -> tuple[Move, ...]:
-    """The layers whose stage changes, in layer order."""
-    return moves_between_ranks(old, new, range(max(old.stages, new.stages)))
-
-
 def imbalance(loads: Sequence[float]) -> float:
     """DynMo's dL = (max - min) / mean (section 2.2). 0 if nothing is loaded."""
     mean = math.fsum(loads) / len(loads)
@@ -114,7 +107,7 @@ def weigh(layers: Sequence[LayerCost], cost: Cost) -> tuple[float, ...]:
 
 def stage_loads(weights: Sequence[float], partition: Partition) -> tuple[float, ...]:
     """The sum of the weights of each stage, correctly rounded."""
-    same_layers(len(weights), partition.layers)
+    assert len(weights) == partition.layers
     return tuple(math.fsum(weights[start:stop]) for start, stop in pairwise(partition.bounds))
 
 
@@ -131,13 +124,6 @@ def enough(layers: int, ranks: int) -> None:
         raise PartitionError(f"a placement on {ranks} ranks; at least 1 is needed")
     if layers < ranks:
         raise PartitionError(f"{ranks} ranks need at least {ranks} layers; the model has {layers}")
-
-
-def same_layers(have: int, want: int) -> None:
-    if have != want:
-        raise PartitionError(
-            f"{have} layers where {want} are expected; both must be of the same model"
-        )
 
 
 # -- the layout of a model: layers of each stage, rank of each stage, microbatches -----------------
@@ -293,14 +279,17 @@ class Layouts:
 def moves_between_ranks(
     old: Partition,
     new: Partition,
-    stage_ranks: Sequence[int],
+    stage_ranks: Sequence[int] | None = None,
     new_stage_ranks: Sequence[int] | None = None,
 ) -> tuple[Move, ...]:
     """The layers whose rank changes, in layer order. Sources and targets are ranks, not stages.
 
-    `new_stage_ranks` are the ranks of the new stages, if those are others.
+    `new_stage_ranks` are the ranks of the new stages, if those are others. Without `stage_ranks`,
+    each stage is a rank.
     """
-    same_layers(old.layers, new.layers)
+    assert old.layers == new.layers, "both are of the same model"
+    if stage_ranks is None:
+        stage_ranks = range(max(old.stages, new.stages))
     targets = stage_ranks if new_stage_ranks is None else new_stage_ranks
     return tuple(
         Move(layer, source, target)
@@ -392,8 +381,7 @@ def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
         >>> kept_ranks(("a", "a", "b", "b", "b", "c", "c"), 5)
         (0, 1, 2, 3, 4)
     """
-    if not 1 <= count <= len(nodes):
-        raise PartitionError(f"{count} of {len(nodes)} ranks cannot stay; give 1 to {len(nodes)}")
+    assert 1 <= count <= len(nodes)
     sizes = Counter(nodes)
     last = {node: rank for rank, node in enumerate(nodes)}
     order = sorted(sizes, key=lambda node: (not node, sizes[node], -last[node]))

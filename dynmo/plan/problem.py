@@ -16,7 +16,6 @@ from pydantic import AliasChoices, Field
 
 from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import Forecast, LayerCost
-from dynmo.errors import PartitionError
 from dynmo.plan.options import Balance, Elastic
 from dynmo.plan.partition import Cost, Partition, accumulation_problem, divisors
 from dynmo.schedule.bounds import Objective
@@ -53,10 +52,6 @@ class Mesh:
     microbatches: int
     micro_batch: int
     schedule: str
-
-    def __post_init__(self) -> None:
-        if self.pipeline < 1:
-            raise PartitionError(f"{self.pipeline} ranks; at least 1 is needed")
 
     @property
     def gpus(self) -> int:

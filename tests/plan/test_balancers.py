@@ -24,7 +24,7 @@ from dynmo.plan.best import plan_on
 from dynmo.plan.bisection import exact
 from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.options import BALANCERS, Elastic
-from dynmo.plan.partition import Move, Partition, moves, stage_loads, uniform
+from dynmo.plan.partition import Move, Partition, moves_between_ranks, stage_loads, uniform
 from dynmo.plan.placement import place
 from dynmo.plan.problem import Allowed, Choice, Mesh, Problem
 from dynmo.schedule.memory import Limit
@@ -308,7 +308,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], Partition]:
 
 def crossed(placements: list[Partition]) -> tuple[Move, ...]:
     """The layers' crossings of a boundary, in the order made."""
-    return tuple(move for pair in pairwise(placements) for move in moves(*pair))
+    return tuple(move for pair in pairwise(placements) for move in moves_between_ranks(*pair))
 
 
 def descending(weights: list[float], partition: Partition) -> list[float]:

@@ -244,7 +244,7 @@ def test_more_ranks_than_layers_are_refused(make: Callable[[int, int], Partition
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_invalid_layer_weight_is_refused(weight: float):
-    with pytest.raises(PartitionError, match="layer 1 has the weight"):
+    with pytest.raises(AssertionError):
         exact([1.0, weight], 1)
 
 

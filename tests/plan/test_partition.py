@@ -15,7 +15,7 @@ from dynmo.plan.partition import (
     Partition,
     imbalance,
     kept_ranks,
-    moves,
+    moves_between_ranks,
     stage_loads,
     uniform,
     weigh,
@@ -36,15 +36,15 @@ def placements(draw: st.DrawFn, layers: int) -> Partition:
 def test_moves_transform_the_old_placement_into_the_new(data: st.DataObject, layers: int):
     old, new = data.draw(placements(layers)), data.draw(placements(layers))
     owners = [old.owner(layer) for layer in range(layers)]
-    for layer, source, target in moves(old, new):
+    for layer, source, target in moves_between_ranks(old, new):
         assert owners[layer] == source != target
         owners[layer] = target
     assert owners == [new.owner(layer) for layer in range(layers)]
-    assert moves(old, old) == ()
+    assert moves_between_ranks(old, old) == ()
 
 
 def test_moves_are_in_layer_order():
-    found = moves(Partition((3, 1)), Partition((1, 2, 1)))
+    found = moves_between_ranks(Partition((3, 1)), Partition((1, 2, 1)))
     assert found == (Move(1, 0, 1), Move(2, 0, 1), Move(3, 1, 2))
 
 
@@ -93,8 +93,8 @@ def test_bad_partitions_are_refused():
         two.range_of(2)
     with pytest.raises(PartitionError, match="layer -1"):
         two.owner(-1)
-    with pytest.raises(PartitionError, match="same model"):
-        moves(two, Partition((3,)))
+    with pytest.raises(AssertionError, match="same model"):
+        moves_between_ranks(two, Partition((3,)))
 
 
 # -- the ranks that stay ---------------------------------------------------------------------------
@@ -117,7 +117,6 @@ def test_small_nodes_are_emptied_first() -> None:
     assert kept_ranks("aabbcc", 4) == (0, 1, 2, 3), "of equally small nodes the last is emptied"
     assert kept_ranks("abbccc", 5) == (1, 2, 3, 4, 5), "rank 0 leaves like any other"
     assert kept_ranks(["", "b", "b"], 2) == (0, 1), "a machine without a name stays to the last"
-    with pytest.raises(PartitionError, match="0 of 2 ranks cannot stay"):
-        kept_ranks("ab", 0)
-    with pytest.raises(PartitionError, match="3 of 2 ranks cannot stay"):
-        kept_ranks("ab", 3)
+    for count in (0, 3):
+        with pytest.raises(AssertionError):
+            kept_ranks("ab", count)

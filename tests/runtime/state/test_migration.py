@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
-from dynmo.plan.partition import Move, Partition, moves, uniform
+from dynmo.plan.partition import Move, Partition, moves_between_ranks, uniform
 from dynmo.runtime.comm.headers import TAG_MIGRATE
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.optim.optimizer import LayerOptimizer
@@ -80,7 +80,7 @@ class Held:
         return self.modules[index], self.optimizers[index].state()
 
     def move(self, target: Partition, leaving: Any = None) -> int:
-        plan = moves(self.partition, target)
+        plan = moves_between_ranks(self.partition, target)
 
         def adopt(arrivals: list[Arrival]) -> None:
             for move in plan:
