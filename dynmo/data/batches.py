@@ -276,11 +276,9 @@ def check_first(records: Records, encoder: Encoder, broken: Literal["stop", "ski
                 break
         else:
             return
-    raise (
-        ConfigError(first or "no records")
-        if broken == "stop"
-        else ConfigError(f"all {len(records)} records are broken; the first one: {first}")
-    )
+    assert first is not None, "there are records"
+    many = "" if broken == "stop" else f"all {len(records)} records are broken; the first one: "
+    raise ConfigError(f"{many}{first}")
 
 
 T = TypeVar("T")

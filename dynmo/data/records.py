@@ -87,9 +87,7 @@ def open_records(source: Source, key: str = "data.source") -> Records:
                 "the source is a function; with streaming it is called for the records of each "
                 "pass, and without it a sequence is needed"
             )
-        elif isinstance(source, Mapping) or not (
-            hasattr(source, "__len__") and hasattr(source, "__getitem__")
-        ):
+        elif isinstance(source, Mapping) or not _is_sequence(source):
             raise ConfigError(
                 f"{key} is a {type(source).__name__}; give a sequence of records, such as a list "
                 "or one split of a dataset"
@@ -260,10 +258,14 @@ class OwnRecords:
         return f"{self._name}, item {number}"
 
 
+def _is_sequence(rows: object) -> bool:
+    return hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+
+
 def _returned(name: str) -> OwnRecords:
     """Returns the items of the sequence that a function of one's own returns."""
     rows = find_own("data.source", f"python:{name}")()
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+    if not _is_sequence(rows):
         raise ConfigError(
             f'data.source = "python:{name}": returned a {type(rows).__name__}; it must return '
             "a sequence of records, such as a list or a Dataset with a length, or "

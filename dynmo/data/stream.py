@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -189,24 +190,23 @@ def open_stream(
     Raises:
         ConfigError: The source is no stream, or cannot be read.
     """
-    if not isinstance(source, str):
-        if not callable(source):
-            raise ConfigError(
-                f"a stream needs a function that returns the records of a pass, not a "
-                f"{type(source).__name__}; leave out streaming for a sequence"
-            )
-        return Stream("the stream", source, block, seed, position, held_out)
-    kind, _, name = source.partition(":")
-    if kind == "hf":
-        return Stream(
-            source, lambda: load_rows(name, streaming=True), block, seed, position, held_out
+    if callable(source):
+        name, rows = "the stream", source
+    elif not isinstance(source, str):
+        raise ConfigError(
+            f"a stream needs a function that returns the records of a pass, not a "
+            f"{type(source).__name__}; leave out streaming for a sequence"
         )
-    if kind != "python":
+    elif source.startswith("hf:"):
+        name, rows = source, partial(load_rows, source.removeprefix("hf:"), streaming=True)
+    elif source.startswith("python:"):
+        name, rows = source, find_own("data.source", source)
+    else:
         raise ConfigError(
             f'data.source = "{source}" is read by number, a record at a time; leave out '
             "data.streaming, which is for hf: and python:"
         )
-    return Stream(source, find_own("data.source", source), block, seed, position, held_out)
+    return Stream(name, rows, block, seed, position, held_out)
 
 
 class _Passes:

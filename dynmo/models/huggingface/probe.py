@@ -13,7 +13,7 @@ Such a model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import zip_longest
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError, first_line
 from dynmo.models.huggingface.private import experts_on_shapes, initialise_own
@@ -140,12 +140,8 @@ def structure_of(model: PreTrainedModel) -> ModelStructure:
     Raises:
         UnfitModelError: It cannot be cut into layers. The message says what is in the way.
     """
-    _check_config(model.config)
     blocks = find_blocks(model)
-    base, _, inner = blocks.partition(".")
-    if not inner:
-        raise UnfitModelError(f"its blocks ({blocks}) are not part of a base model")
-    _check_tensors(model, blocks)
+    _refuse(_static_problems(model, blocks))
     fill_spine(model, blocks)
     calls: list[int | str] = []
 
@@ -164,20 +160,14 @@ def structure_of(model: PreTrainedModel) -> ModelStructure:
     leaf = torch.zeros(*ids.shape, embedding_width(model, hidden), requires_grad=True)
     # A model may scale its inputs in place, which a leaf does not allow.
     _run(whole, inputs_embeds=leaf.clone())
-    _check_chain(probes)
-    _check_state(model)
+    _refuse(_flow_problems(model, probes))
     elements = tuple(each.elements for each in probes)
     arguments = _arguments(model, blocks, elements, leaf)
-    for index, (probe, one) in enumerate(zip(probes, seen, strict=True)):
-        other = list(probe.leaves(arguments[index]))
-        for (what, value), (_, same) in zip_longest(one, other, fillvalue=("an argument", ())):
-            if not _equal(value, same):
-                raise UnfitModelError(
-                    f"block {index} takes {what}, which depends on the ids or on another block"
-                )
+    others = (probe.leaves(each) for probe, each in zip(probes, arguments, strict=True))
+    _refuse(_differences(seen, others))
     return ModelStructure(
         model=model,
-        base=base,
+        base=blocks.partition(".")[0],
         blocks=blocks,
         before=before,
         after=after,
@@ -217,22 +207,27 @@ def find_blocks(model: PreTrainedModel) -> str:
     return found[0]
 
 
-def _check_config(config: PreTrainedConfig) -> None:
-    for name, value in vars(config).items():
+def _refuse(problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise UnfitModelError(problem)
+
+
+def _static_problems(model: PreTrainedModel, blocks: str) -> Iterator[str]:
+    """Yields what is wrong before a forward: each tensor must belong to a module that can move."""
+    for name, value in vars(model.config).items():
         if name.endswith("layerdrop") and value:
-            raise UnfitModelError(f"{name} = {value} skips blocks at random; set it to 0")
-
-
-def _check_tensors(model: nn.Module, blocks: str) -> None:
-    """Checks that each tensor of the model belongs to a module that could be moved."""
+            yield f"{name} = {value} skips blocks at random; set it to 0"
+    if "." not in blocks:
+        yield f"its blocks ({blocks}) are not part of a base model"
     for path in (*spine_of(blocks), blocks):
-        for name, _ in model.get_submodule(path).named_parameters(recurse=False):
-            raise UnfitModelError(
-                f"the parameter {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
-                "moved"
-            )
+        module = model.get_submodule(path)
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    where = f"{path}.{name}".lstrip(".")
+                    yield f"the {kind} {where} belongs to no module that could be moved"
     for name in _other_tensors(model):
-        raise UnfitModelError(f"the tensor {name} is neither a parameter nor a buffer")
+        yield f"the tensor {name} is neither a parameter nor a buffer"
 
 
 def _other_tensors(model: nn.Module) -> Iterator[str]:
@@ -247,14 +242,7 @@ def fill_spine(model: PreTrainedModel, blocks: str) -> None:
     """Gives the buffers of the modules that hold the blocks their values. No layer owns them."""
     for path in spine_of(blocks):
         module = model.get_submodule(path)
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if name not in module._non_persistent_buffers_set:
-                raise UnfitModelError(
-                    f"the buffer {f'{path}.{name}'.lstrip('.')} belongs to no module that could be "
-                    "moved"
-                )
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             module._buffers[name] = marked(buffer)
         if module._buffers:
             initialise_own(model, module, path)
@@ -305,22 +293,29 @@ def embedding_width(model: PreTrainedModel, hidden: Tensor) -> int:
     return getattr(embedding, "embedding_dim", hidden.shape[-1])
 
 
-def _check_chain(probes: Sequence[_Probe]) -> None:
-    """Checks that hidden states go from block to block, and nothing else does."""
+def _flow_problems(model: nn.Module, probes: Sequence[_Probe]) -> Iterator[str]:
+    """Yields what goes beside the hidden states, which go from block to block."""
     for index, probe in enumerate(probes):
         if index and probe.taken is not probes[index - 1].taken:
-            raise UnfitModelError(
-                f"its code changes the hidden states between blocks {index - 1} and {index}"
-            )
+            yield f"its code changes the hidden states between blocks {index - 1} and {index}"
         for what, value in probe.leaves():
             if isinstance(value, Tensor) and value.requires_grad:
-                raise UnfitModelError(
-                    f"block {index} takes {what}, which depends on hidden states or weights"
-                )
+                yield f"block {index} takes {what}, which depends on hidden states or weights"
             if not isinstance(value, _PLAIN):
-                raise UnfitModelError(
-                    f"block {index} takes {what}, a {type(value).__name__}, which blocks may share"
-                )
+                kind = type(value).__name__
+                yield f"block {index} takes {what}, a {kind}, which blocks may share"
+    for name in _other_tensors(model):
+        yield f"it keeps {name} from one forward to the next"
+
+
+def _differences(
+    seen: Iterable[Iterable[tuple[str, Any]]], others: Iterable[Iterable[tuple[str, Any]]]
+) -> Iterator[str]:
+    """Yields the arguments of blocks that differ between two forwards."""
+    for index, pair in enumerate(zip(seen, others, strict=True)):
+        for (what, value), (_, same) in zip_longest(*pair, fillvalue=("an argument", ())):
+            if not _equal(value, same):
+                yield f"block {index} takes {what}, which depends on the ids or on another block"
 
 
 def _arguments(
@@ -339,11 +334,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and one == other
-
-
-def _check_state(model: nn.Module) -> None:
-    for name in _other_tensors(model):
-        raise UnfitModelError(f"it keeps {name} from one forward to the next")
 
 
 def _leaves(value: Any) -> Iterator[Any]:
