@@ -100,11 +100,11 @@ def _take_types(module: nn.Module, path: Path, index: int) -> None:
 
 def _state(path: Path, model: HuggingFaceModel, index: int, module: nn.Module) -> dict[str, Tensor]:
     """Returns the state of a layer in a checkpoint."""
-    tensors: Contents = checkpoint.load_layer(path, index, torch.device("cpu"))
+    manifest = checkpoint.load_manifest(path, index)
+    tensors: Contents = checkpoint.load_layer(path, manifest, torch.device("cpu"))
     if model.lora is not None:
         return _adapters(tensors, model.saved)
-    forms = checkpoint.load_manifest(path, index).forms
-    tensors = fit(index, model.names[index], module, tensors, forms)
+    tensors = fit(index, model.names[index], module, tensors, manifest.forms)
     flags = dict.fromkeys((name for name, _ in module.named_parameters()), False)
     optimizer = fill(module, tensors, flags)
     masters = {

@@ -213,7 +213,7 @@ class Parts:
     def resume(self, saved: SavedPipeline) -> None:
         """Goes on from a checkpoint with the present engine."""
         check_settings(saved, self.engine)
-        restore_engine(self.engine, saved.path, saved.raw, self.cases)
+        restore_engine(self.engine, saved, self.cases)
         state = saved.state
         self.extra = state.extra
         self._begin_at(saved.step, math.nan if state.loss is None else state.loss, state.moves)

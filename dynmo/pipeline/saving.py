@@ -34,19 +34,21 @@ _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 class SavedState(BaseModel):
     """The pipeline's own part of a checkpoint."""
 
-    model_config = ConfigDict(strict=True)
+    # Further keys are the settings that the optimizer state depends on (`kept_settings`).
+    model_config = ConfigDict(strict=True, extra="allow")
     partition: list[_Count]
     frozen: list[_Count]
     loss: float | None
     moves: _Count
     cases: dict[str, dict[str, Any]]
-    loss_scale: dict[str, float] = {}
+    loss_scale: dict[str, float] | None = None
     shape: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
     schedule: str | None = None
     reference: float | None = None
     lr: float | None = None
     groups: list[dict[str, float | list[float]]] | None = None
     extra: dict[str, Any] = {}
+    identity: Any = None
 
 
 def state_of(
@@ -125,14 +127,12 @@ class SavedPipeline:
         path: Folder of the checkpoint.
         step: Number of steps that are done.
         names: Name of each layer.
-        raw: The pipeline's own part, as it was written.
-        state: The same, by its known keys.
+        state: The pipeline's own part.
     """
 
     path: Path
     step: int
     names: tuple[str, ...]
-    raw: dict[str, Any]
     state: SavedState
 
 
@@ -152,7 +152,7 @@ def find_checkpoint(folder: Path, world: RankGroup) -> SavedPipeline:
         raise CheckpointError(
             f"{path}/{MANIFEST} is damaged: its state {wrong} {first['loc'][0]!r}"
         ) from None
-    return SavedPipeline(path, manifest.step, tuple(manifest.layers), manifest.state, state)
+    return SavedPipeline(path, manifest.step, tuple(manifest.layers), state)
 
 
 def kept_settings(engine: Engine) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def check_saved(saved: SavedPipeline, model: Model) -> None:
 
 def check_settings(saved: SavedPipeline, engine: Engine) -> None:
     for key, value in kept_settings(engine).items():
-        then = saved.raw.get(key, value)
+        then = (saved.state.model_extra or {}).get(key, value)
         if then != value:
             raise CheckpointError(
                 f"{saved.path} is of a run with {key} = {then!r}, this one has {value!r}; resume "
@@ -178,25 +178,24 @@ def check_settings(saved: SavedPipeline, engine: Engine) -> None:
             )
 
 
-def restore_engine(
-    engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]
-) -> None:
+def restore_engine(engine: Engine, saved: SavedPipeline, cases: Sequence[Dynamism]) -> None:
     """Restores the layers of this rank and the engine's state from a checkpoint.
 
     All ranks call it together. A warning names code that has changed since.
     """
+    path, state = saved.path, saved.state
     agree(engine.store.world, path.name, "which checkpoint to resume from")
-    _restore_frozen(engine, state)
+    _restore_frozen(engine, state.frozen)
     engine.store.on_change(range(engine.model.layers))
     failure: CheckpointError | None = None
     try:
-        if engine.store.world.everyone.rank == 0 and "identity" in state:
-            _warn_of_changes(engine.store.identity.with_code(cases), path, state["identity"])
-        for index in engine.store.own:
+        if engine.store.world.everyone.rank == 0 and state.identity is not None:
+            _warn_of_changes(engine.store.identity.with_code(cases), path, state.identity)
+        for index in engine.store.layers:
             module = engine.store.modules[index]
             manifest, layer = checkpoint.load_manifest(path, index), engine.model.names[index]
             left_out = from_base(f"layer {index} ({layer})", module, manifest.base)
-            tensors = checkpoint.load_layer(path, index, engine.store.world.device)
+            tensors = checkpoint.load_layer(path, manifest, engine.store.world.device)
             tensors |= {("parameter", name): tensor for name, tensor in left_out.items()}
             restore_layer(engine, index, tensors, manifest.forms)
             _restore_modes(engine, path, index, manifest.evaluating)
@@ -236,24 +235,26 @@ def _warn_of_changes(identity: Identity, path: Path, then: object) -> None:
 
 def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
     """Restores the frozen layers, the dynamic cases and the loss scale."""
-    _restore_frozen(engine, state)
-    _restore_cases(engine, state, cases)
+    saved = SavedState.model_validate(state)
+    _restore_frozen(engine, saved.frozen)
+    _restore_cases(engine, saved, cases)
 
 
-def _restore_frozen(engine: Engine, state: Mapping[str, Any]) -> None:
-    if engine.store.frozen.layers - set(state["frozen"]):
-        Actions(engine).unfreeze(engine.store.frozen.layers - set(state["frozen"]))
-    Actions(engine).freeze(state["frozen"])
+def _restore_frozen(engine: Engine, layers: Collection[int]) -> None:
+    thawed = engine.store.frozen.layers.difference(layers)
+    if thawed:
+        Actions(engine).unfreeze(thawed)
+    Actions(engine).freeze(layers)
 
 
-def _restore_cases(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
+def _restore_cases(engine: Engine, state: SavedState, cases: Sequence[Dynamism]) -> None:
     for case in cases:
-        if case.name in state["cases"]:
+        if case.name in state.cases:
             with _usable(f"the state of case {case.name!r}"):
-                case.load(state["cases"][case.name])
-    if "loss_scale" in state:
+                case.load(state.cases[case.name])
+    if state.loss_scale is not None:
         with _usable("the state of the loss scale"):
-            engine.optimizer_step.scaler.load(state["loss_scale"])
+            engine.optimizer_step.scaler.load(state.loss_scale)
 
 
 @contextmanager

@@ -402,9 +402,9 @@ def load_manifest(path: Path, index: int) -> Manifest:
         raise CheckpointError(f"{file} is of another version of dynmo") from None
 
 
-def load_layer(path: Path, index: int, device: torch.device) -> Contents:
-    """Reads one layer of a verified checkpoint, or raises CheckpointError."""
-    folder, manifest = path / _folder(index), load_manifest(path, index)
+def load_layer(path: Path, manifest: Manifest, device: torch.device) -> Contents:
+    """Reads the layer of a manifest from a verified checkpoint, or raises CheckpointError."""
+    folder = path / _folder(manifest.layer)
     try:
         with safe_open(folder / _TENSORS, framework="pt") as file:
             # The file is mapped into memory, and the layer outlives it.

@@ -348,7 +348,8 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
         folder = tmp_path / str(dense_below)
         saved = checkpoint.save(world, folder, 3, pipeline.model.names, layers, {}, 1)
         for index in range(6):
-            tensors = checkpoint.load_layer(saved.path, index, torch.device("cpu"))
+            manifest = checkpoint.load_manifest(saved.path, index)
+            tensors = checkpoint.load_layer(saved.path, manifest, torch.device("cpu"))
             restore_layer(other, index, tensors)
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):

@@ -52,7 +52,7 @@ def save(
 
 
 def load(path: Path, index: int) -> Any:
-    return checkpoint.load_layer(path, index, torch.device("cpu"))
+    return checkpoint.load_layer(path, checkpoint.load_manifest(path, index), torch.device("cpu"))
 
 
 def restore(pipeline: Engine, path: Path) -> None:
