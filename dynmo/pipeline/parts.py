@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import Event, StepResult
-from dynmo.models.flops import product_weights
+from dynmo.events import Event
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
@@ -36,7 +34,6 @@ from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import Log, PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
-from dynmo.pipeline.results import Started, device_peak_flops
 from dynmo.pipeline.saving import (
     SavedPipeline,
     check_saved,
@@ -44,6 +41,7 @@ from dynmo.pipeline.saving import (
     find_checkpoint,
     restore_engine,
 )
+from dynmo.pipeline.steps import Steps
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.meeting import Meeting
@@ -69,23 +67,18 @@ class Parts:
         options: Options as they were when the engine was made. Those of `changes` are the present
             ones.
         cases: The dynamic cases.
-        token_flops: Floating-point operations of a token in a step. 0 if unknown.
-        peak_flops: FLOP/s that a rank can do. None if unknown.
         optimizer: The groups of parameters, for torch's schedulers.
         engine: Holds this rank's layers and runs steps.
         changes: Changes ranks, placement and layers between steps.
+        steps: Trains and evaluates.
         shapes: Bytes of each layer by its shapes. None if unknown.
         extra: What the loop has kept in the checkpoint.
         outside: Steps of the time before this process was outside. None while it is a rank.
-        step: Number of steps that are done.
-        started: Steps without a result yet.
-        ready: Results that were not returned yet.
-        is_set_up: Whether a step is final.
-        begin: When the present step began, in seconds of `time.perf_counter`.
     """
 
     engine: Engine
     changes: Changes
+    steps: Steps
     shapes: tuple[LayerCost, ...] | None
 
     def __init__(
@@ -113,12 +106,10 @@ class Parts:
         limit = rank_memory_limit(options, world)
         self.options = options.model_copy(update={"memory_limit": limit})
         self.model, self.world = model, world
-        self.listens, self.tell = log.listen is not None, partial(_tell, log.listen)
+        self._listens, self.tell = log.listen is not None, partial(_tell, log.listen)
         self._trace = log.trace
         self._watches_ranks = watches_ranks
         self._plan: RunPlan | None = None
-        self.token_flops = 6 * (product_weights(model, model.build(())) or 0)
-        self.peak_flops = options.peak_flops or device_peak_flops(world.device, options.precision)
         self.extra: dict[str, Any] = {}
         self.outside: int | None = None
         if world.is_outside:
@@ -129,7 +120,7 @@ class Parts:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("engine", "changes", "shapes"):
+            if name in ("engine", "changes", "steps", "shapes"):
                 raise RunError(
                     "this process is no rank of the training; call join(), and go on if it "
                     "returns True"
@@ -260,10 +251,6 @@ class Parts:
         options, engine = self.options, self.engine
         cases = Cases(self.cases, engine)
         rebalancer = Rebalancer(options, engine, cases, self.shapes, moves)
-        self.step = step
-        self.started: dict[int, Started] = {}
-        self.ready: list[StepResult] = []
-        self.is_set_up, self.begin = False, time.perf_counter()
         self.changes = Changes(
             options,
             engine,
@@ -273,6 +260,9 @@ class Parts:
             partial(_own_state, self.optimizer, self.extra),
             loss,
             step if joined else None,
+        )
+        self.steps = Steps(
+            engine, self.changes, self.optimizer, self.tell, self._listens, done=step
         )
         cases.take_over(engine)
         engine.pending.take_failed()  # an earlier training may have left it

@@ -2,16 +2,13 @@
 
 parts      how it starts, resumes and joins
 changes    what changes before a step: ranks, mesh, places of layers, cases
-step       the batch is cut, the engine trains on it, the result is made and told
+steps      the batch is cut, the engine trains on it, the result is made and told
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,37 +19,23 @@ from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.events import CheckpointEvent, StepResult
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
-from dynmo.pipeline.batch import Batch, BatchCutter
-from dynmo.pipeline.case import Dynamism, Signals
+from dynmo.pipeline.batch import Batch
+from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
 from dynmo.pipeline.options import Log, Parallel, PipelineOptions, Precision, Training
 from dynmo.pipeline.parts import Parts
-from dynmo.pipeline.results import (
-    STOP,
-    Evaluation,
-    Metrics,
-    MetricSums,
-    Started,
-    events_beside,
-    result_of,
-    tokens_of,
-)
+from dynmo.pipeline.results import Evaluation, Metrics
 from dynmo.pipeline.saving import save_engine, state_of
 from dynmo.pipeline.start import World
 from dynmo.pipeline.user_calls import check_kinds, former_member, former_read, public, whole_numbers
 from dynmo.pipeline.views import CaseView, Measured, MeshView
-from dynmo.pipeline.whole_model import WholeModel, join_outputs
+from dynmo.pipeline.whole_model import WholeModel
 from dynmo.plan.options import Balance, BalancerName, Elastic
 from dynmo.plan.partition import Partition
-from dynmo.runtime.comm.meeting import Meeting, meeting_of
-from dynmo.runtime.comm.worker import said_while
-from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.engine.peak_memory import restart_peak
-from dynmo.runtime.engine.step_reduction import StepRecord
-from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.runtime.optim.trial import Make
 from dynmo.runtime.state.exact_state import buffers_digest
 from dynmo.schedule.catalogue import ScheduleName
@@ -233,13 +216,15 @@ class Pipeline:
             RunError: The loss or a gradient is not finite, or this process is no rank of the
                 training (`left`).
         """
-        results = self._train(inputs, targets, samples, stop, adapt)
+        results = (
+            () if self.left else self._parts.steps.train(inputs, targets, samples, stop, adapt)
+        )
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
                 "true then, stop or call join()"
             )
-        return (results + self._drain())[-1]
+        return (results + self._parts.steps.drain())[-1]
 
     @public
     def advance(
@@ -272,49 +257,7 @@ class Pipeline:
             RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
                 was updated.
         """
-        return self._train(inputs, targets, samples, stop, adapt)
-
-    def _train(
-        self,
-        inputs: Batch | None,
-        targets: Tensor | list[Tensor] | None,
-        samples: Sequence[Hashable] | None,
-        stop: bool,
-        adapt: bool,
-    ) -> tuple[StepResult, ...]:
-        before = self._adapt() if adapt else ()
-        if self.left:
-            return before
-        parts, engine, changes = self._parts, self._engine, self._changes
-        with (
-            said_while(self._world.rank, "is in its first step", not parts.is_set_up),
-            changes.cases.dropping_samples(),
-        ):
-            engine.pending.raise_failure()
-            step, batch, rates = self.steps, None, self._rates()
-            restart_peak(self._world.device)
-            if changes.made != step:
-                parts.begin = time.perf_counter()
-            partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
-            started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
-            flag = STOP * stop + (0 if changes.elastic is None else changes.elastic.step_flag())
-            with engine.attempt(step if engine.pending.validates else None):
-                changes.cases.take_samples(samples, self.mesh.microbatches)
-                batch = self._cut(inputs, targets)
-                batch = batch._replace(work=parts.token_flops * tokens_of(inputs))
-                if not parts.is_set_up:
-                    # Loops compile as they make the first schedule. That is no training time.
-                    engine.programs.executor()
-                    parts.begin = time.perf_counter()
-            settings = StepSettings(step, rates, self.options.max_grad_norm, flag)
-            records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
-            parts.started[step] = started
-            started.seconds = time.perf_counter() - parts.begin
-            parts.begin = time.perf_counter()
-            parts.step = step + 1
-            parts.ready += map(self._finish, records)
-        parts.optimizer.step()  # for torch's schedulers; weights change in Engine.train
-        return before + self._take()
+        return () if self.left else self._parts.steps.train(inputs, targets, samples, stop, adapt)
 
     @public
     def drain(self) -> tuple[StepResult, ...]:
@@ -323,50 +266,7 @@ class Pipeline:
         Returns:
             The results that were not returned before.
         """
-        return self._drain()
-
-    def _drain(self) -> tuple[StepResult, ...]:
-        self._settle()
-        return self._take()
-
-    def _settle(self) -> None:
-        """Waits until the last step is final. Its result is returned later."""
-        start, parts = time.perf_counter(), self._parts
-        records = self._engine.drain()
-        if records:
-            parts.started[records[-1].step].seconds += time.perf_counter() - start
-        parts.ready += map(self._finish, records)
-
-    def _take(self) -> tuple[StepResult, ...]:
-        results, self._parts.ready = tuple(self._parts.ready), []
-        return results
-
-    def _finish(self, record: StepRecord) -> StepResult:
-        """Makes the result of a step that is final, and tells it."""
-        parts, engine, changes = self._parts, self._engine, self._changes
-        elastic = changes.elastic
-        parts.is_set_up = True
-        meeting_of(engine.store.world).end_setup()
-        step, started = record.step, parts.started.pop(record.step)
-        changes.loss = record.loss
-        if changes.tracer is not None:
-            changes.tracer.observe(step, record.step_output.intervals)
-        parts.tell(changes.rebalancer.observe(step, started.seconds, record.busy))
-        result = result_of(
-            record,
-            started,
-            engine,
-            self.options,
-            parts.peak_flops,
-            0.0 if elastic is None else elastic.gpu_seconds_returned,
-            parts.listens,
-        )
-        parts.tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
-        if elastic is not None:
-            elastic.take_flags(record.flags)
-        # Last, so that the ranks agree on the step whatever a case raises.
-        changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
-        return result
+        return self._parts.steps.drain()
 
     @public
     def adapt(self) -> tuple[StepResult, ...]:
@@ -378,25 +278,7 @@ class Pipeline:
         Returns:
             The results of steps that had to become final before.
         """
-        return self._adapt()
-
-    def _adapt(self) -> tuple[StepResult, ...]:
-        if self._parts.outside is not None:
-            return ()
-        self._engine.pending.raise_failure()
-        step, changes = self.steps, self._changes
-        if changes.made == step:
-            return ()
-        results = self._drain() if changes.are_due(step) else ()
-        changes.make(step)
-        self._parts.begin = time.perf_counter()
-        return results
-
-    def _rates(self) -> tuple[dict[str, Any], ...]:
-        """Returns the options of each group of parameters in the next step."""
-        rule, end = self.options.learning_rate, self.options.end
-        at = None if rule is None else partial(rule.at, self.steps, end)
-        return self._parts.optimizer.options(at)
+        return () if self._parts.outside is not None else self._parts.steps.adapt()
 
     @public
     def evaluate(
@@ -439,30 +321,16 @@ class Pipeline:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
         if metrics is not None and not callable(metrics):
             raise InputError(f"metrics = {metrics!r}; give a function of outputs and targets")
-        self._settle()
-        with self._engine.attempt():
-            batch = self._cut(inputs, targets, count)
-            # Outputs that were kept are those of an evaluation that is not dense.
-            self._changes.cases.take_samples(None if dense else samples, count)
-        collected = dict[int, object]() if outputs else None
-        sums = None if metrics is None else MetricSums(metrics)
-        with ExitStack() as off:
-            for context in self._changes.cases.dense() if dense else ():
-                off.enter_context(context)
-            off.enter_context(self._changes.cases.dropping_samples())
-            loss = self._engine.evaluate(
-                batch,
-                count,
-                shares=not shared,
-                outputs=collected,
-                observe=sums,
-            )
-        result = Evaluation(loss)
-        if sums is not None:
-            result.metrics = sums.over(self.mesh.world, shares=not shared)
-        if collected is not None:
-            result.outputs = join_outputs(self.mesh.world, collected)
-        return result
+        return self._parts.steps.evaluate(
+            inputs,
+            targets,
+            count,
+            dense=dense,
+            outputs=outputs,
+            shared=shared,
+            samples=samples,
+            metrics=metrics,
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -496,14 +364,8 @@ class Pipeline:
     @property
     def steps(self) -> int:
         """Number of steps that are done, those of a loaded checkpoint included."""
-        parts = self._parts
-        if parts.outside is not None:
-            return parts.outside
-        failed = self._engine.pending.take_failed()
-        if failed is not None:  # a step whose error was raised is not done
-            parts.step = self._changes.made = failed
-            parts.started = {at: each for at, each in parts.started.items() if at < failed}
-        return parts.step
+        outside = self._parts.outside
+        return self._parts.steps.done if outside is None else outside
 
     @property
     def left(self) -> bool:
@@ -538,7 +400,7 @@ class Pipeline:
         parts, identity = self._parts, self._parts.identity
         if parts.outside is None:
             parts.outside = self.steps
-            del parts.engine, parts.changes
+            del parts.engine, parts.changes, parts.steps
             gc.collect()
             if self._world.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -680,7 +542,7 @@ class Pipeline:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
         parts, changes, engine = self._parts, self._changes, self._engine
-        self._settle()
+        parts.steps.settle()
         known: dict[str, Any] = {
             "extra": extra or {},
             "groups": parts.optimizer.saved(),
@@ -774,11 +636,3 @@ class Pipeline:
         """Tells processes that wait to join that the training is over."""
         if self._parts.outside is None and self._changes.elastic is not None:
             self._changes.elastic.close()
-
-    # -- helpers -----------------------------------------------------------------------------------
-
-    def _cut(self, batch: object, targets: object, count: int | None = None) -> StepBatch:
-        engine = self._engine
-        dtype = torch.float64 if engine.store.is_double else PRECISIONS[self.options.precision]
-        cutter = BatchCutter(engine.model, engine.store.modules[0], dtype, self._world.device)
-        return StepBatch(*cutter.cut(batch, targets, count or self.mesh.microbatches))

@@ -1,0 +1,236 @@
+"""Trains step by step: changes come first, then the engine has the batch, then a result is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynmo.events import StepResult
+from dynmo.models.flops import product_weights
+from dynmo.pipeline.batch import Batch, BatchCutter
+from dynmo.pipeline.case import Signals
+from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.optimizers import OptimizerHandle
+from dynmo.pipeline.results import (
+    STOP,
+    Evaluation,
+    Metrics,
+    MetricSums,
+    Started,
+    device_peak_flops,
+    events_beside,
+    result_of,
+    tokens_of,
+)
+from dynmo.pipeline.whole_model import join_outputs
+from dynmo.runtime.comm.meeting import meeting_of
+from dynmo.runtime.comm.worker import said_while
+from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
+from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.peak_memory import restart_peak
+from dynmo.runtime.engine.step_reduction import StepRecord
+from dynmo.runtime.optim.precision import PRECISIONS
+
+Targets = Tensor | list[Tensor] | None
+
+
+class Steps:
+    """The steps of an engine, from the one at which a training starts, resumes or is joined.
+
+    Args:
+        tell: Hands events to the listener.
+        listens: Whether there is one.
+        done: Number of steps that are done.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        changes: Changes,
+        optimizer: OptimizerHandle,
+        tell: Callable[..., None],
+        listens: bool,
+        done: int,
+    ) -> None:
+        self._engine, self._changes, self._optimizer = engine, changes, optimizer
+        self._tell, self._listens, self._done = tell, listens, done
+        self._started: dict[int, Started] = {}  # steps without a result yet
+        self._ready: list[StepResult] = []  # results that were not returned yet
+        self._is_set_up = False  # a step is final
+        self._begin = time.perf_counter()  # when the present step began
+        model, options, device = engine.model, changes.options, engine.store.world.device
+        # Floating-point operations of a token in a step. 0 if unknown.
+        self._token_flops = 6 * (product_weights(model, model.build(())) or 0)
+        self._peak_flops = options.peak_flops or device_peak_flops(device, options.precision)
+
+    @property
+    def done(self) -> int:
+        """Number of steps that are done. A step whose error was raised is not."""
+        failed = self._engine.pending.take_failed()
+        if failed is not None:
+            self._done = self._changes.made = failed
+            self._started = {step: x for step, x in self._started.items() if step < failed}
+        return self._done
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self._changes.options.all_microbatches // self._engine.store.world.replicas
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def adapt(self) -> tuple[StepResult, ...]:
+        """Changes what is to be changed before the next step."""
+        self._engine.pending.raise_failure()
+        step, changes = self.done, self._changes
+        if changes.made == step:
+            return ()
+        results = self.drain() if changes.are_due(step) else ()
+        changes.make(step)
+        self._begin = time.perf_counter()
+        return results
+
+    def train(
+        self,
+        inputs: Batch | None,
+        targets: Targets,
+        samples: Sequence[Hashable] | None,
+        stop: bool,
+        adapt: bool,
+    ) -> tuple[StepResult, ...]:
+        """Trains on one batch. Returns the results that have become final."""
+        before = self.adapt() if adapt else ()
+        if self._changes.left:
+            return before
+        engine, changes, world = self._engine, self._changes, self._engine.store.world
+        with (
+            said_while(world.everyone.rank, "is in its first step", not self._is_set_up),
+            changes.cases.dropping_samples(),
+        ):
+            engine.pending.raise_failure()
+            step, batch, rates = self.done, None, self._rates()
+            restart_peak(world.device)
+            if changes.made != step:
+                self._begin = time.perf_counter()
+            partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
+            started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
+            wish = 0 if changes.elastic is None else changes.elastic.step_flag()
+            with engine.attempt(step if engine.pending.validates else None):
+                changes.cases.take_samples(samples, self.microbatches)
+                batch = self._cut(inputs, targets, self.microbatches)
+                batch = batch._replace(work=self._token_flops * tokens_of(inputs))
+                if not self._is_set_up:
+                    # Loops compile as they make the first schedule. That is no training time.
+                    engine.programs.executor()
+                    self._begin = time.perf_counter()
+            norm, flag = changes.options.max_grad_norm, STOP * stop + wish
+            settings = StepSettings(step, rates, norm, flag)
+            records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
+            self._started[step] = started
+            started.seconds = time.perf_counter() - self._begin
+            self._begin = time.perf_counter()
+            self._done = step + 1
+            self._ready += map(self._finish, records)
+        self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
+        return before + self._take()
+
+    def drain(self) -> tuple[StepResult, ...]:
+        """Waits until the last step is final. Returns the results that were not returned before."""
+        self.settle()
+        return self._take()
+
+    def settle(self) -> None:
+        """Waits until the last step is final. Its result is returned later."""
+        start = time.perf_counter()
+        records = self._engine.drain()
+        if records:
+            self._started[records[-1].step].seconds += time.perf_counter() - start
+        self._ready += map(self._finish, records)
+
+    def _take(self) -> tuple[StepResult, ...]:
+        results, self._ready = tuple(self._ready), []
+        return results
+
+    def _finish(self, record: StepRecord) -> StepResult:
+        """Makes the result of a step that is final, and tells it."""
+        engine, changes = self._engine, self._changes
+        elastic = changes.elastic
+        self._is_set_up = True
+        meeting_of(engine.store.world).end_setup()
+        step, started = record.step, self._started.pop(record.step)
+        changes.loss = record.loss
+        if changes.tracer is not None:
+            changes.tracer.observe(step, record.step_output.intervals)
+        self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
+        result = result_of(
+            record,
+            started,
+            engine,
+            changes.options,
+            self._peak_flops,
+            0.0 if elastic is None else elastic.gpu_seconds_returned,
+            self._listens,
+        )
+        self._tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
+        if elastic is not None:
+            elastic.take_flags(record.flags)
+        # Last, so that the ranks agree on the step whatever a case raises.
+        changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
+        return result
+
+    def _rates(self) -> tuple[dict[str, Any], ...]:
+        """Returns the options of each group of parameters in the next step."""
+        options = self._changes.options
+        rule = options.learning_rate
+        return self._optimizer.options(
+            None if rule is None else partial(rule.at, self.done, options.end)
+        )
+
+    def _cut(self, batch: object, targets: object, count: int) -> StepBatch:
+        store, model = self._engine.store, self._engine.model
+        dtype = torch.float64 if store.is_double else PRECISIONS[self._changes.options.precision]
+        cutter = BatchCutter(model, store.modules[0], dtype, store.world.device)
+        return StepBatch(*cutter.cut(batch, targets, count))
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        inputs: Batch | None,
+        targets: Targets,
+        count: int,
+        *,
+        dense: bool,
+        outputs: bool,
+        shared: bool,
+        samples: Sequence[Hashable] | None,
+        metrics: Metrics | None,
+    ) -> Evaluation:
+        """Computes the mean loss of a batch that is cut into `count` microbatches."""
+        self.settle()
+        world, cases = self._engine.store.world, self._changes.cases
+        with self._engine.attempt():
+            batch = self._cut(inputs, targets, count)
+            # Outputs that were kept are those of an evaluation that is not dense.
+            cases.take_samples(None if dense else samples, count)
+        collected = dict[int, object]() if outputs else None
+        sums = None if metrics is None else MetricSums(metrics)
+        with ExitStack() as off:
+            for context in cases.dense() if dense else ():
+                off.enter_context(context)
+            off.enter_context(cases.dropping_samples())
+            loss = self._engine.evaluate(
+                batch, count, shares=not shared, outputs=collected, observe=sums
+            )
+        result = Evaluation(loss)
+        if sums is not None:
+            result.metrics = sums.over(world, shares=not shared)
+        if collected is not None:
+            result.outputs = join_outputs(world, collected)
+        return result
