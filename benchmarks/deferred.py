@@ -30,8 +30,8 @@ from benchmarks.output import add_number, markdown, parser_of, run
 from dynmo.kernels.split import SplitLinear
 from dynmo.models.huggingface.model import from_pretrained
 from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.span import Tensors
 
 MICROBATCHES = 4
 _SIZES: dict[str, Any] = {

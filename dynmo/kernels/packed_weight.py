@@ -10,6 +10,7 @@ The name of the form's class tells which. Without a name, the form's buffers tel
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -86,21 +87,24 @@ class PackedWeight(nn.Module):
         """Returns a packed parameter, for `forward`."""
         return cast(nn.Parameter, self._parameters[name])
 
+    @abstractmethod
     def packed_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape that a packed parameter has in this form.
 
         Raises:
             ValueError: The form's buffers cannot be this module's.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def pack(self, name: str, dense: Tensor) -> Tensor:
         """Packs a dense tensor: new values of a parameter, its master or a moment."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def unpack(self, name: str, values: Tensor) -> Tensor:
         """Makes a packed parameter, its master or a moment dense. Works on the meta device, too."""
-        raise NotImplementedError
+        ...
 
     @classmethod
     def take_form(cls, module: nn.Module, form: Mapping[str, Tensor]) -> Self:

@@ -35,7 +35,7 @@ from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.engine.engine import Engine
-from dynmo.runtime.layer.span import Tensors
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.stage import FrozenPrefix, PrefixRunner
 from dynmo.runtime.state.spread_groups import SpreadGroups
 

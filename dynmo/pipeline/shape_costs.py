@@ -32,8 +32,8 @@ from dynmo.plan.recompute import choose_recomputed, recompute_as_workspace
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.peak_memory import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.span import Tensors
 from dynmo.runtime.layer.token_pieces import Cutter, token_pieces_of
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, fused_class
 from dynmo.runtime.optim.precision import PRECISIONS, lower

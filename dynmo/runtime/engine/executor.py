@@ -18,7 +18,7 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, StepBatch, is_ragged
 from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet, Copies
-from dynmo.runtime.layer.span import Tensors
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Send, Verdict
 from dynmo.schedule.op import Kind

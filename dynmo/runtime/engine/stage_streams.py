@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynmo.errors import ConfigError, not_installed
-from dynmo.runtime.layer.span import Tensors
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.schedule.lowering import Direction
 
 Key = tuple[Direction, int, int]

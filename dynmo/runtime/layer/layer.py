@@ -1,9 +1,9 @@
 """One layer of the model on this rank: F, B and W of its microbatches.
 
 A layer's inputs are detached, so that its graph ends at its own boundary, unless it joins the graph
-of the layer before it (`span.py`). B runs a graph and yields the input gradients. The work that the
-layers' tapes have collected meanwhile is W. Small parameters (norms) and modules that cannot be
-split take their weight gradient in B.
+of the layer before it (`joint_graph.py`). B runs a graph and yields the input gradients. The work
+that the layers' tapes have collected meanwhile is W. Small parameters (norms) and modules that
+cannot be split take their weight gradient in B.
 
 With `recompute` (activation checkpointing) F keeps its inputs only. B begins with F again, from the
 same seed, so it gets the same bits. Both F's build a graph, since some kernels (torch's LSTM on the
@@ -31,10 +31,8 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import Beside
 from dynmo.runtime.layer.census import Census
-from dynmo.runtime.layer.module_call import Finish, Meter, ModuleCall, total_bytes
-from dynmo.runtime.layer.reads import Others
-from dynmo.runtime.layer.span import (
-    Span,
+from dynmo.runtime.layer.joint_graph import (
+    JointGraph,
     Tensors,
     filled,
     requiring,
@@ -42,6 +40,8 @@ from dynmo.runtime.layer.span import (
     with_leaf,
     without_hooks,
 )
+from dynmo.runtime.layer.module_call import Finish, Meter, ModuleCall, total_bytes
+from dynmo.runtime.layer.reads import Others
 from dynmo.runtime.layer.token_pieces import Cutter
 from dynmo.schedule.op import Kind
 
@@ -98,8 +98,8 @@ class Layer:
         # Whether F runs a backward of its own, which must end at the layer's inputs.
         self._runs_backward = False
         # Microbatches in flight: the graphs that begin here, and work.
-        self._spans: dict[int, Span[Layer]] = {}
-        self._open: Span[Layer] | None = None
+        self._graphs: dict[int, JointGraph[Layer]] = {}
+        self._open: JointGraph[Layer] | None = None
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Whether some input had no gradient in the first microbatch of the program that runs.
         self._marks_missing: bool | None = None
@@ -143,7 +143,7 @@ class Layer:
         need_input: bool = True,
         finish: Finish | None = None,
         pieces: Cutter | None = None,
-        behind: Span[Layer] | None = None,
+        behind: JointGraph[Layer] | None = None,
     ) -> Tensors:
         """Runs F.
 
@@ -175,10 +175,10 @@ class Layer:
             self.marks.append((Kind.F, start, self.clock.mark(), []))
         return outputs
 
-    def take_open(self) -> Span[Layer] | None:
+    def take_open(self) -> JointGraph[Layer] | None:
         """Returns the graph of the last F, if the next layer may join it."""
-        span, self._open = self._open, None
-        return span
+        joint, self._open = self._open, None
+        return joint
 
     def _forward_alone(
         self, microbatch: int, inputs: Tensors, finish: Finish | None, pieces: Cutter | None
@@ -220,7 +220,7 @@ class Layer:
         )
 
     def _forward_joined(
-        self, behind: Span[Layer], microbatch: int, inputs: Tensors, finish: Finish | None
+        self, behind: JointGraph[Layer], microbatch: int, inputs: Tensors, finish: Finish | None
     ) -> Tensors:
         [x] = [x for x in inputs if x.requires_grad]
         node = x.grad_fn
@@ -238,8 +238,10 @@ class Layer:
             return given
         behind.close()
         leaf = with_leaf(x)[1]
-        span = Span[Layer]((leaf,), None, (), differentiable, {}, [self], [products], outputs)
-        self._spans[microbatch] = self._open = span
+        joint = JointGraph[Layer](
+            (leaf,), None, (), differentiable, {}, [self], [products], outputs
+        )
+        self._graphs[microbatch] = self._open = joint
         return given
 
     def _forward_for_backward(
@@ -268,11 +270,13 @@ class Layer:
         else:  # tensors that the graph has not saved may go
             graph = roots_of(outputs, differentiable)
         self._runs_backward |= any(x.grad is not None for x in leaves)
-        span = Span[Layer](leaves, measured, graph, differentiable, buffers, [self], [products])
-        self._spans[microbatch] = span
+        joint = JointGraph[Layer](
+            leaves, measured, graph, differentiable, buffers, [self], [products]
+        )
+        self._graphs[microbatch] = joint
         # Outputs keep their graph. Their users detach them (the next layer) or only read (a
         # channel, the loss account).
-        self._open = span if measured is None and self._is_plain() else None
+        self._open = joint if measured is None and self._is_plain() else None
         return given
 
     def seed_forward(self, device: torch.device, step: int, microbatch: int) -> None:
@@ -290,7 +294,7 @@ class Layer:
 
         measured = inputs if self.meter.is_largest(inputs) else None
         leaves = tuple([x for x in inputs if x.requires_grad])
-        self._spans[microbatch] = Span[Layer](
+        self._graphs[microbatch] = JointGraph[Layer](
             leaves, measured, (), (), {}, [self], [()], pieces=run
         )
         if measured is not None:
@@ -308,48 +312,48 @@ class Layer:
 
         Returns:
             One gradient per input that requires one. If the first microbatch had none for some
-            input, a boolean tensor follows (see `span.py`). If no graph begins here, the gradients
-            that were given.
+            input, a boolean tensor follows (see `joint_graph.py`). If no graph begins here, the
+            gradients that were given.
         """
         start = self.clock.mark() if self.is_timed else None
-        span, meter = self._spans.pop(microbatch, None), self.meter
-        if span is None:
+        joint, meter = self._graphs.pop(microbatch, None), self.meter
+        if joint is None:
             return gradients
-        in_pieces = span.pieces is not None
-        span.build_again()
-        measured = span.measured
+        in_pieces = joint.pieces is not None
+        joint.build_again()
+        measured = joint.measured
         if measured is not None and not meter.is_largest(measured):
             measured = None
         is_split = not in_pieces and (
             deferred
             or self.is_timed
             or measured is not None
-            or any(layer._groups.watching for layer in span.layers)
-            or any(adds_at_once(x.weight, x.x) for several in span.products for x in several)
+            or any(layer._groups.watching for layer in joint.layers)
+            or any(adds_at_once(x.weight, x.x) for several in joint.products for x in several)
         )
-        for layer in span.layers:
+        for layer in joint.layers:
             layer.tape.taken = set() if layer.warns and deferred and not in_pieces else None
-        found = self._run_backward(span, gradients, is_split)
-        works = [layer.tape.take() for layer in span.layers]
+        found = self._run_backward(joint, gradients, is_split)
+        works = [layer.tape.take() for layer in joint.layers]
         if measured is not None:
             held = (tensor for _, holds in works[0] for tensor in holds)
             meter.note_backward(held, measured, not (self.recompute or in_pieces))
-        for layer in span.layers:
+        for layer in joint.layers:
             layer._groups.after_input(microbatch)
             if layer.tape.taken is not None:
                 layer.warns = not has_said_what_waits(layer.index, layer.module, layer.tape.taken)
         between = self.clock.mark() if start is not None and is_split and not deferred else None
-        for layer, work in zip(reversed(span.layers), reversed(works), strict=True):
+        for layer, work in zip(reversed(joint.layers), reversed(works), strict=True):
             if work:
                 layer._weight_work[microbatch] = work
             if not deferred:
                 layer._finish_weights(microbatch)
         if self._marks_missing is None:
             self._marks_missing = any(gradient is None for gradient in found)
-        gradients_in = filled(span.inputs, found, self._marks_missing)
-        for layer in span.layers[1:]:
+        gradients_in = filled(joint.inputs, found, self._marks_missing)
+        for layer in joint.layers[1:]:
             if layer._marks_missing is None:
-                layer._marks_missing = not span.has_gradient(gradients)
+                layer._marks_missing = not joint.has_gradient(gradients)
         if start is not None:
             end = self.clock.mark()
             inside = [] if between is None else [(between, end)]
@@ -357,24 +361,24 @@ class Layer:
         return gradients_in
 
     def _run_backward(
-        self, span: Span[Layer], gradients: Tensors, is_split: bool
+        self, joint: JointGraph[Layer], gradients: Tensors, is_split: bool
     ) -> Sequence[Tensor | None]:
-        for layer in span.layers:
+        for layer in joint.layers:
             layer.tape.taking, layer.tape.deferred = True, is_split
         first = not self.meter.has_measured
         try:
-            with self.buffers.replaced(span.buffers):
+            with self.buffers.replaced(joint.buffers):
                 before = self.buffers.copies() if first else {}
-                found = span.run(gradients, is_split)
+                found = joint.run(gradients, is_split)
                 if first:
                     self.writes.in_backward = bool(self.buffers.written(before))
         except (Exception, SystemExit) as error:
-            last = span.layers[-1].index
+            last = joint.layers[-1].index
             also = f" to {last}" if last != self.index else ""
             error.add_note(f"in B of layer{'s' * bool(also)} {self.index}{also}")
             raise
         finally:
-            for layer in span.layers:
+            for layer in joint.layers:
                 layer.tape.taking = False
         return found
 
@@ -391,7 +395,7 @@ class Layer:
 
     def clear(self) -> None:
         """Drops the state that microbatches in flight left (after a failed step)."""
-        self._spans.clear()
+        self._graphs.clear()
         self._open = None
         self._weight_work.clear()
         self.tape.take()

@@ -22,10 +22,10 @@ from dynmo.kernels.torch_private import (
 from dynmo.models.reach import modules_of
 from dynmo.runtime.comm.headers import is_alias
 from dynmo.runtime.layer.buffers import Copies
+from dynmo.runtime.layer.joint_graph import Tensors, roots_of, run_graph, without_hooks
 from dynmo.runtime.layer.outputs import Outputs, as_tuple
 from dynmo.runtime.layer.reads import Others, Reads, check_leaves, mark_aliases, storage_of
-from dynmo.runtime.layer.span import Tensors, roots_of, run_graph, without_hooks
-from dynmo.runtime.layer.token_pieces import Cutter, TokenPiece, run_pieces
+from dynmo.runtime.layer.token_pieces import Cutter, piece_inputs
 from dynmo.runtime.layer.writes import Writes
 
 Finish = Callable[[Tensor], Tensor]
@@ -196,20 +196,26 @@ class ModuleCall:
             return self.measured(inputs, finish, recompute=True)
 
     def in_pieces(self, pieces: Cutter, inputs: Tensors, gradient: Tensor | None = None) -> Tensor:
-        """Runs module and loss on each piece, and B and W if the loss's gradient is given."""
-        trains, hidden = gradient is not None, inputs[0]
+        """Runs module and loss on each piece, and B and W if the loss's gradient is given.
 
-        def run(given: Tensors, piece: TokenPiece) -> Tensor:
-            outputs, _ = self(given, piece.finish, trains)
+        Returns:
+            The loss of the microbatch.
+        """
+        hidden, parts = inputs[0], list[Tensor]()
+        if gradient is not None and hidden.requires_grad:
+            hidden.grad = torch.empty_like(hidden)
+        for piece in pieces(hidden):
+            given = piece_inputs(self._module, inputs, piece.tokens)
+            (loss,), _ = self(given, piece.finish, gradient is not None)
             if gradient is not None:
                 self._tape.products.clear()  # nothing waits
-                roots = roots_of(outputs, (True,))
+                roots = roots_of((loss,), (True,))
                 run_graph(roots, (gradient * piece.share,), (), (), is_split=False)
-            return outputs[0]
-
-        if trains and hidden.requires_grad:
-            hidden.grad = torch.empty_like(hidden)
-        return run_pieces(pieces, self._module, inputs, run)
+                if hidden.grad is not None and given[0].grad is not None:
+                    hidden.grad[:, piece.tokens] = given[0].grad
+            # A piece without counted targets has no mean.
+            parts.append(torch.where(piece.share > 0, loss.detach() * piece.share, 0.0))
+        return torch.stack(parts).sum()
 
     def _look_at_graph(self, inputs: Tensors, outputs: Tensors, ends: bool) -> None:
         leaves = leaves_of(outputs, self._tape.products, inputs)

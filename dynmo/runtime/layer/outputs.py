@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.headers import MOST_TENSORS, Spec, is_plain, obstacle, spec_of
-from dynmo.runtime.layer.span import Tensors, requiring
+from dynmo.runtime.layer.joint_graph import Tensors, requiring
 
 
 class Outputs:

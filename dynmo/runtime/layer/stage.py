@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import RunError
 from dynmo.kernels.seeds import generator_of
 from dynmo.kernels.split import LOW
+from dynmo.runtime.layer.joint_graph import JointGraph, Tensors
 from dynmo.runtime.layer.layer import Layer
 from dynmo.runtime.layer.outputs import as_tuple
-from dynmo.runtime.layer.span import Span, Tensors
 from dynmo.runtime.layer.token_pieces import Cutter, TokenPieces
 from dynmo.schedule.op import Kind
 
@@ -112,7 +112,7 @@ class Stage:
             frozen, layers = layers[: self._frozen], layers[self._frozen :]
             prefix = FrozenPrefix(frozen, microbatch, tensors, step, training)
             tensors = self._run_frozen(prefix)
-        span: Span[Layer] | None = None
+        joint: JointGraph[Layer] | None = None
         for layer in layers:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, microbatch, targets) if ends else None
@@ -126,14 +126,14 @@ class Stage:
                 need_input=layer.index > self._first_trainable,
                 finish=finish,
                 pieces=pieces,
-                behind=span,
+                behind=joint,
             )
             if self.look is None:
-                span = layer.take_open()
+                joint = layer.take_open()
             else:
                 self.look(False, layer.index, microbatch, tensors)
-        if span is not None:
-            span.close()
+        if joint is not None:
+            joint.close()
         return tensors
 
     def _note(self, microbatch: int, output: Any) -> None:
@@ -144,13 +144,7 @@ class Stage:
         """Returns what cuts a microbatch, unless someone wants its whole output."""
         if self._pieces is None or self.collected is not None or self.observe is not None:
             return None
-        if not isinstance(targets, Tensor):
-            raise ConfigError(
-                "train.head_tokens: the targets are no tensor [rows, tokens], which alone can be "
-                "cut; leave out head_tokens"
-            )
-        note = partial(self._note, microbatch)
-        return partial(self._pieces.cut, targets=targets, note=note)
+        return partial(self._pieces.cut, targets=targets, note=partial(self._note, microbatch))
 
     def _finish(self, microbatch: int, targets: object, output: Tensor) -> Tensor:
         assert self._loss is not None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dynmo.data import IGNORED
@@ -54,7 +53,7 @@ class TokenPieces:
     loss: PieceLoss
 
     def cut(
-        self, hidden: Tensor, targets: Tensor, note: Callable[[Any], None] | None = None
+        self, hidden: Tensor, targets: object, note: Callable[[Any], None] | None = None
     ) -> Iterator[TokenPiece]:
         """Yields the pieces of a microbatch.
 
@@ -63,11 +62,16 @@ class TokenPieces:
             targets: [rows, tokens], as the model's loss takes them.
             note: Called with the layer's output of each piece.
         """
-        if hidden.dim() != 3 or targets.shape != hidden.shape[:2]:
+        shape = list(targets.shape) if isinstance(targets, Tensor) else None
+        if (
+            not isinstance(targets, Tensor)
+            or hidden.dim() != 3
+            or targets.shape != hidden.shape[:2]
+        ):
             raise ConfigError(
                 f"train.head_tokens: the last layer takes a tensor of shape {list(hidden.shape)}, "
-                f"and the targets have the shape {list(targets.shape)}; only [rows, tokens, width] "
-                "and [rows, tokens] can be cut; leave out head_tokens"
+                f"and the targets {'are no tensor' if shape is None else f'have the shape {shape}'}"
+                "; only [rows, tokens, width] and [rows, tokens] can be cut; leave out head_tokens"
             )
         aligned = self.loss.align(targets)
         is_counted = aligned != IGNORED
@@ -124,26 +128,3 @@ def piece_inputs(
             "inputs, of which dynmo cannot cut all; leave out head_tokens"
         )
     return (piece, *of_piece(tuple(others)))
-
-
-def run_pieces(
-    pieces: Cutter,
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    run: Callable[[tuple[Tensor, ...], TokenPiece], Tensor],
-) -> Tensor:
-    """Runs the last layer and its loss on each piece. Returns the loss of the microbatch.
-
-    Args:
-        run: Takes what the module takes for a piece. Returns the loss. If it runs the backward, and
-            the first input has a gradient, the piece's part is written there.
-    """
-    hidden, parts = inputs[0], list[Tensor]()
-    for piece in pieces(hidden):
-        given = piece_inputs(module, inputs, piece.tokens)
-        loss = run(given, piece).detach()
-        # A piece without counted targets has no mean.
-        parts.append(torch.where(piece.share > 0, loss * piece.share, 0.0))
-        if hidden.grad is not None and given[0].grad is not None:
-            hidden.grad[:, piece.tokens] = given[0].grad
-    return torch.stack(parts).sum()

@@ -18,9 +18,9 @@ from dynmo.models.reach import generators_of
 from dynmo.runtime.comm.headers import is_alias
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits, sum_of_bits
 from dynmo.runtime.layer.census import OF_TORCH
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.reads import kept_aside
 
-Tensors = tuple[Tensor, ...]
 Call = Callable[[Tensors], Tensors]
 
 _CONTAINERS = (list, dict, set)

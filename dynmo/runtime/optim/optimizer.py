@@ -66,7 +66,7 @@ class ParameterShare:
     """A parameter, or this replica's share of it, with its optimizer state.
 
     Attributes:
-        span: First element and end of the share.
+        extent: First element and end of the share.
         tensor: The tensor that the update sees. None for a parameter of lower precision that has
             not trained yet.
         state: Empty before the first step.
@@ -74,9 +74,9 @@ class ParameterShare:
     """
 
     def __init__(
-        self, parameter: nn.Parameter, group: Group, span: tuple[int, int], is_whole: bool
+        self, parameter: nn.Parameter, group: Group, extent: tuple[int, int], is_whole: bool
     ) -> None:
-        self.parameter, self.group, self.span, self._is_whole = parameter, group, span, is_whole
+        self.parameter, self.group, self.extent, self._is_whole = parameter, group, extent, is_whole
         self.tensor: Tensor | None = None
         self.state: dict[str, Any] = {}
         self.is_fresh = False
@@ -92,7 +92,7 @@ class ParameterShare:
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Returns this share's part of a tensor of the parameter's shape, as a view."""
-        return tensor if self._is_whole else tensor.reshape(-1)[slice(*self.span)]
+        return tensor if self._is_whole else tensor.reshape(-1)[slice(*self.extent)]
 
     def made(self, values: Tensor | None = None) -> Tensor:
         """Returns `tensor`, which is made if the parameter trains for the first time."""
@@ -138,13 +138,13 @@ class ParameterShare:
 
     @property
     def bytes(self) -> int:
-        low, high = self.span
+        low, high = self.extent
         return (high - low) * self._element
 
     @property
     def new_bytes(self) -> int:
         """The bytes of the state that the first step makes, as the optimizer's trial has shown."""
-        low, high = self.span
+        low, high = self.extent
         shape = self.parameter.shape if self._is_whole else (high - low,)
         return self.group.state_bytes(shape, self._element)
 
@@ -178,13 +178,13 @@ class LayerOptimizer:
     ) -> None:
         named = {name: p for name, p in module.named_parameters() if name not in shared}
         divided = [name for name in named if name not in undivided]
-        spans = dict(
+        extents = dict(
             zip(divided, share_ranges([named[x].numel() for x in divided], share), strict=True)
         )
         self._group = group
         self.whole = share.count == 1
         self.shares = {
-            name: ParameterShare(p, group(name), spans.get(name, (0, p.numel())), self.whole)
+            name: ParameterShare(p, group(name), extents.get(name, (0, p.numel())), self.whole)
             for name, p in named.items()
         }
         for name, own in self.shares.items():

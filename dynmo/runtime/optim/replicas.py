@@ -147,7 +147,7 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
         name, _, moment = key.rpartition("/")
         if name not in optimizer.shares:
             continue  # of a weight that another replica holds
-        low, high = optimizer.shares[name].span
+        low, high = optimizer.shares[name].extent
         if optimizer.whole:
             out[key] = value
         elif high > low or not optimizer.shares[name].parameter.numel():
@@ -167,7 +167,7 @@ def whole_state(
     # The range that this replica gives of each parameter, and a tensor like the whole.
     spread = {weight.name: (weight.ranges[peers.rank], weight.parameter) for weight in weights}
     divided = {
-        name: (share.span, share.parameter)
+        name: (share.extent, share.parameter)
         for name, share in optimizer.shares.items()
         if not optimizer.whole and name not in spread
     }

@@ -98,7 +98,7 @@ def execute(
     return {
         "losses": losses if order.stage_ranks[-1] == world.rank else None,
         "gradients": gradients,
-        "left": sum(len(layer._spans) + len(layer._weight_work) for layer in own),
+        "left": sum(len(layer._graphs) + len(layer._weight_work) for layer in own),
     }
 
 

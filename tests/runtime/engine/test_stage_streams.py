@@ -24,7 +24,7 @@ from dynmo.runtime.engine.batch_check import StepBatch
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.executor import Executor
 from dynmo.runtime.engine.stage_streams import Key, StageStreams, cut, sizes
-from dynmo.runtime.layer.span import Tensors
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.options import EngineOptions
 from dynmo.schedule.catalogue import make

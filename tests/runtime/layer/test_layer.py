@@ -21,8 +21,8 @@ from dynmo.errors import RunError
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import SplitLinear, WeightTape
 from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.joint_graph import Tensors
 from dynmo.runtime.layer.layer import Layer
-from dynmo.runtime.layer.span import Tensors
 from dynmo.schedule.op import Kind
 from tests.kernels import own_products
 from tests.runtime.modules import Net, gradients_of, layer_of
@@ -285,7 +285,7 @@ def test_stashes_are_released(measured: bool) -> None:
             assert [ref.expired() for ref in refs] == [not until_w or not measured, not until_w]
             layer.backward_weight(0)
             assert all(ref.expired() for ref in refs)
-    assert not layer._spans
+    assert not layer._graphs
     assert not layer._weight_work
 
 

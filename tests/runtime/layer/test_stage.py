@@ -76,7 +76,7 @@ def test_loss_without_training_keeps_no_activations_and_is_a_scalar() -> None:
     whole, _ = stage(0, loss=True)
     (loss,) = whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
     assert not loss.requires_grad
-    assert not any(layer._spans for layer in whole.layers)
+    assert not any(layer._graphs for layer in whole.layers)
     whole = Stage(stage(0)[0].layers, 0, lambda out, aim: out - aim)
     with pytest.raises(RunError, match=r"loss function .*\(3, 6\)"):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)

@@ -300,7 +300,7 @@ def test_sharded_update_has_the_bits_of_the_whole(make: Make, count: int) -> Non
             b
             for name, g in zip(parts[0].shares, gradients, strict=True)
             for o in parts
-            for b in block_sums(g.reshape(-1)[slice(*o.shares[name].span)])
+            for b in block_sums(g.reshape(-1)[slice(*o.shares[name].extent)])
         ) == squared_norm(gradients)
         step_of(one, 0.1, 0.9)
         for part in parts:

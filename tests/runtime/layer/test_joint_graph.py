@@ -61,7 +61,7 @@ def train(stage: Stage, seed: int, forwards: int) -> tuple[list[str], int]:
                 f = pending.pop(0)
                 (loss,) = stage.forward(f, (batch[0, f],), step, batch[1, f], training=True)
                 bits.append(bits_of(loss))
-                graphs = sum(f in layer._spans for layer in stage.layers)
+                graphs = sum(f in layer._graphs for layer in stage.layers)
             if kind is Kind.W:
                 stage.backward_weight(j)
             else:

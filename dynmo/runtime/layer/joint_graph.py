@@ -8,10 +8,10 @@ Bits do not depend on cuts. A graph ends at the inputs of its first layer, which
 
 An input that the next layer does not differentiate has no gradient, which is not a gradient of
 zeros: torch's optimizers skip a parameter without one. A boolean tensor behind the gradients of a
-span's inputs then says which of them are there. The others are zeros, so that all messages of a
+graph's inputs then says which of them are there. The others are zeros, so that all messages of a
 boundary have one shape. The first microbatch of a step decides whether the boolean tensor follows.
 Without it, a gradient that is missing later counts as zeros: the parameters behind it have one.
-A layer whose outputs do not depend on its input therefore begins a span of its own.
+A layer whose outputs do not depend on its input therefore begins a graph of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ L = TypeVar("L", bound=Taped)
 
 
 @dataclass
-class Span(Generic[L]):
+class JointGraph(Generic[L]):
     """State that a microbatch keeps from F to B.
 
     Attributes:
