@@ -115,11 +115,17 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
-def without_absent(record: Record) -> Record:
+def checked_record(item: object, place: str) -> Record:
     """Returns a record without the keys of messages and tools that have no value.
 
     Arrow gives each row the keys of all rows. A chat template would write them as null.
+
+    Raises:
+        BrokenSampleError: The item is no dictionary.
     """
+    if not isinstance(item, Mapping):
+        raise BrokenSampleError(f"{place}: a {type(item).__name__}, not a dictionary")
+    record = cast(Record, item)
     kinds = (list, Mapping)
     nested = {key: _present(record[key]) for key in _NESTED if isinstance(record.get(key), kinds)}
     return {**record, **nested} if nested else record
@@ -249,10 +255,7 @@ class OwnRecords:
         except Exception as error:  # anything that the user's code raises
             said = f"{type(error).__name__}: {error}"
             raise BrokenSampleError(f"{self.place(number)}: raised {said}") from error
-        if not isinstance(record, Mapping):
-            kind = type(record).__name__
-            raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
-        return without_absent(cast(Record, record))
+        return checked_record(record, self.place(number))
 
     def place(self, number: int) -> str:
         return f"{self._name}, item {number}"

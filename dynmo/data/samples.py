@@ -16,7 +16,7 @@ adds to a text is left out if the text has it. Nothing ends between prompt and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,28 +78,29 @@ class Encoder:
 
     def check(self, record: Record) -> None:
         """Raises ConfigError if the tokenizer cannot encode records like the first one."""
+        for problem in self._problems(record):
+            raise ConfigError(problem)
+
+    def _problems(self, record: Record) -> Iterator[str]:
         found = keys_of(record)
-        if "input_ids" in found:
-            if self.answers_only:
-                raise ConfigError(
-                    f"data.answers_only = {value_text(self.answers_only)}, but the records have "
-                    "token ids, whose labels say what counts; leave it out"
-                )
+        has_ids = "input_ids" in found
+        if self.answers_only and (has_ids or found == {"text"}):
+            what = "token ids, whose labels say what counts"
+            yield (
+                f"data.answers_only = {value_text(self.answers_only)}, but the records have "
+                f"{what if has_ids else 'no messages and no completion'}; leave it out"
+            )
+        if has_ids:
             return
         if self.tokenizer is None:
-            raise ConfigError(
+            yield (
                 "the records have no token ids (input_ids), so a tokenizer is needed, and there is "
                 "none; save it in the model's folder, or give token ids"
             )
-        if is_conversation(record) and not self.tokenizer.chat_template:
-            raise ConfigError(
+        elif is_conversation(record) and not self.tokenizer.chat_template:
+            yield (
                 "the records have messages, but the tokenizer has no chat template; add one to "
                 "the model's folder (chat_template.jinja)"
-            )
-        if self.answers_only and found == {"text"}:
-            raise ConfigError(
-                f"data.answers_only = {value_text(self.answers_only)}, but the records have no "
-                "messages and no completion; leave it out"
             )
 
     def encode(self, record: Record, place: str) -> Sample:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -25,12 +25,11 @@ import numpy as np
 
 from dynmo.data.order import Numbers, permutation
 from dynmo.data.records import (
-    BrokenSampleError,
     Record,
     Source,
+    checked_record,
     digest_of,
     load_rows,
-    without_absent,
 )
 from dynmo.errors import ConfigError
 from dynmo.options import find_own
@@ -105,11 +104,7 @@ class Stream:
         return HELD_OUT
 
     def __getitem__(self, number: int) -> Record:
-        record = self._find(number)[0]
-        if not isinstance(record, Mapping):
-            kind = type(record).__name__
-            raise BrokenSampleError(f"{self.place(number)}: a {kind}, not a dictionary")
-        return without_absent(cast(Record, record))
+        return checked_record(*self._find(number))
 
     def place(self, number: int) -> str:
         return self._find(number)[1]

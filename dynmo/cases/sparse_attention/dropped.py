@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynmo.cases.sparse_attention.shared import scale_keys
-from dynmo.extend import ConfigError, tiled
+from dynmo.extend import tiled
 
 
 def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,7 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
-    if x.device.type != "cpu":
-        raise ConfigError(
-            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; '
-            'use "hash", or train on the CPU'
-        )
+    assert x.device.type == "cpu", "the case says so"
     wide = tiled.widened(x)
     plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, wide.dtype)
     return cast(Tensor, _DropAttention.apply(wide, tiled.widened(v), plan)).to(x.dtype)
