@@ -117,6 +117,9 @@ compute_metrics | | Pipeline.evaluate(metrics=) | dynmo train reports the held-o
 deepspeed fsdp fsdp_config pipeline_model_parallel_size pp_size | parallel.pipeline |
   Parallel(pipeline=) | ranks of a pipeline; parallel.replicas and parallel.zero train in parallel
   to it
+tensor tensor_parallel tensor_parallel_size tensor_model_parallel_size tp tp_size context
+  context_parallel context_parallel_size cp cp_size sequence_parallel | | | no layer and no
+  sequence is cut (docs/does-not-do.md); more ranks (parallel.pipeline) hold a larger model
 zero_stage zero_optimization | parallel.zero = 1 | Parallel(zero=1) | shards the optimizer state
   over replicas
 use_cpu no_cuda | parallel.device = "cpu" | init(device="cpu") | no GPU is used

@@ -268,6 +268,7 @@ class EndEvent(Event):
         gpu_seconds_returned: GPU seconds of the ranks that the run did without.
         load: Load average of rank 0's machine over the last minute. None in older logs.
         cores: Number of its cores. None in older logs.
+        device: "cuda" or "cpu", which says whose memory a step has. None in older logs.
     """
 
     event: ClassVar[str] = "end"
@@ -283,3 +284,4 @@ class EndEvent(Event):
     gpu_seconds_returned: float = 0.0
     load: float | None = None
     cores: int | None = None
+    device: str | None = None

@@ -142,6 +142,9 @@ def _place(problem: ErrorDetails, data: Any) -> tuple[str | int, ...]:
 
 
 def _explain(place: tuple[str | int, ...], alternatives: list[ErrorDetails]) -> str:
+    if any(x["type"].startswith(("greater_than", "less_than")) for x in alternatives):
+        # The number is of the right type, so that other types are not meant.
+        alternatives = [x for x in alternatives if not x["type"].endswith("_type")]
     first, *others = dict.fromkeys(map(_what, alternatives))
     if alternatives[0]["type"] == "value_error" and isinstance(alternatives[0]["input"], dict):
         return first  # a record whose keys do not fit together: the message names them

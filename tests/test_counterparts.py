@@ -47,6 +47,11 @@ def test_each_name_has_one_row() -> None:
         ({"train": {"bf16": True}}, r'unknown key train.bf16; use train.precision = "bfloat16": '),
         ({"per_device_train_batch_size": 4}, "use train.micro_batch: samples of a microbatch"),
         ({"train": {"load_in_4bit": True}}, "train.load_in_4bit; weights are not quantized"),
+        (
+            {"parallel": {"tensor": 2}},
+            r"parallel.tensor; no layer .* \(docs/does-not-do.md\); more",
+        ),
+        ({"parallel": {"context_parallel": 2}}, r"no layer and no sequence is cut \(docs/does-not"),
     ],
 )
 def test_an_unknown_key_gets_the_advice(keys: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from dynmo.cli.options import CommandOptions, command
 from dynmo.cli.output import progress
 from dynmo.cli.plan_text import show_size
 from dynmo.cli.rank_process import import_from_working_folder
+from dynmo.cli.run_folder import check_run
 from dynmo.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def export(options: ExportOptions) -> None:
     dtype = type_of(options.dtype)
     if options.folder.exists() and not options.folder.is_dir():
         raise InputError(f"{options.folder} is a file; give a folder")
-    if not options.run.is_dir():
-        raise InputError(f"{options.run} is no folder; give a run, such as runs/NAME")
+    check_run(options.run)
     inside = options.run / "checkpoints"
     path, manifest, problems = find_checkpoint(inside if inside.is_dir() else options.run)
     for problem in problems:

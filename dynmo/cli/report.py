@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.options import CommandOptions, command
 from dynmo.cli.output import check_plot, console_for_tables, save_plot
-from dynmo.errors import InputError
+from dynmo.cli.rank_process import import_from_working_folder
+from dynmo.cli.run_folder import check_run
+from dynmo.errors import DynmoError, InputError
 from dynmo.event_log import read, to_json
 from dynmo.files import parse_toml, read_text
 
@@ -47,7 +50,7 @@ def report(options: ReportOptions) -> None:
         }
         print(json.dumps(answer))
     elif len(runs) == 1:
-        _print_run(summaries[0])
+        _print_run(summaries[0], folders[0])
     else:
         _print_comparison(runs, differ)
 
@@ -57,12 +60,8 @@ def _summary(folder: Path) -> Summary:
 
     log = folder / "events.jsonl"
     if not log.is_file():
-        what = (
-            f"is a file; give the run's folder, {folder.parent}"
-            if folder.is_file()
-            else "is not a run: it has no events.jsonl"
-        )
-        raise InputError(f"{folder} {what}")
+        check_run(folder)
+        raise InputError(f"{folder} is no run: it has no events.jsonl; give runs/NAME")
     summary = summarize(read(log))
     if not summary.phases:
         raise InputError(f"{log} has no steps yet")
@@ -89,13 +88,29 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _print_run(summary: Summary) -> None:
+def _print_run(summary: Summary, folder: Path) -> None:
     from dynmo.report.lines import event_lines, overview, phase_table
 
     print(overview(summary))
     console_for_tables().print(phase_table(summary))
+    if not summary.rebalances and (why := _why_none_moved(folder)) is not None:
+        print(why)
     for line in event_lines(summary):
         print(line)
+
+
+def _why_none_moved(folder: Path) -> str | None:
+    """Returns why the first decision on placement has moved no layer. None if there is none."""
+    from dynmo.plan.decide import DECISIONS, read_records
+
+    path = folder / DECISIONS
+    import_from_working_folder()
+    with contextlib.suppress(DynmoError):  # of an earlier version, or of a balancer that is gone
+        for record in read_records(path) if path.is_file() else ():
+            if record.rules.kind == "placement":
+                step, reason = record.problem.work.step, record.again().verdict.reason
+                return f"no layer moved: step {step}: {reason} (dynmo simulate {path})"
+    return None
 
 
 def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> None:

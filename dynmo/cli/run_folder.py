@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynmo.errors import ConfigError, DynmoError, Interrupted, RunError
+from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RunError
 from dynmo.files import parse_toml, read_text, write_whole
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
             before.restore(folder)
 
 
+def check_run(folder: Path) -> None:
+    """Checks that a command was given a folder."""
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; give the run's folder, {folder.parent}")
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; give a run, such as runs/NAME")
+
+
 def forget_replaced(folder: Path) -> None:
     """Deletes the run that this one replaces, if there is one."""
     shutil.rmtree(_aside(folder), ignore_errors=True)
@@ -65,9 +73,11 @@ def forget_replaced(folder: Path) -> None:
 
 def how_to_go_on(folder: Path) -> str:
     """Names the newest checkpoint of a run that was cut short, or says that there is none."""
-    return _how_to_resume(folder) or (
-        f"{folder} has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
-    )
+    return _how_to_resume(folder) or _no_checkpoint(folder)
+
+
+def _no_checkpoint(folder: Path) -> str:
+    return f"{folder} has no checkpoint to go on from (checkpoint.every); --overwrite starts anew"
 
 
 def _how_to_resume(folder: Path) -> str:
@@ -178,7 +188,7 @@ def _resumed_config(folder: Path) -> str:
             f"{folder} does not exist, so there is nothing to resume; leave out --resume"
         )
     if not _checkpoints(folder):
-        raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
+        raise ConfigError(_no_checkpoint(folder))
     try:
         return read_text(folder / "config.toml")
     except UnicodeDecodeError as error:
@@ -197,8 +207,8 @@ def _set_aside(folder: Path, overwrite: bool) -> Path:
         )
     if any(folder.iterdir()) and not (folder / "config.toml").is_file():
         raise ConfigError(
-            f"{folder} does not look like a run (it has no config.toml); --overwrite would "
-            "delete it; choose another name"
+            f"{folder} is no run: it has no config.toml; --overwrite would delete it; choose "
+            "another name"
         )
     if folder.is_symlink():
         raise OSError("it is a symbolic link")

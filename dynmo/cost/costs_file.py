@@ -75,6 +75,7 @@ class Profile:
         schedule: Order in which the ranks worked. None if it is not known.
         steps: Number of measured steps.
         cap: Most live memory of each stage, in the file's unit. None means no limit.
+        keeps_nothing: Whether the file says that nothing is live between F, B and W.
     """
 
     layers: tuple[LayerCost, ...]
@@ -90,10 +91,12 @@ class Profile:
     schedule: str | None = None
     steps: int | None = None
     cap: tuple[float, ...] | None = None
+    keeps_nothing: bool = False
 
     @property
     def has_memory(self) -> bool:
-        return any(layer.activation_bytes or layer.stash_bytes for layer in self.layers)
+        kept = any(layer.activation_bytes or layer.stash_bytes for layer in self.layers)
+        return kept or self.keeps_nothing
 
     def stages(
         self, counts: Sequence[int], stage_ranks: Sequence[int], w_memory: float = 0.5
@@ -176,9 +179,7 @@ def _in_run(folder: Path) -> Path:
             f"run {folder} has recorded no {IN_RUN}; measure with: dynmo profile "
             f"{folder / 'config.toml'} --out FILE"
         )
-    raise InputError(
-        f"{folder} is a folder, but no run: it has no {IN_RUN}; give a costs file, or runs/NAME"
-    )
+    raise InputError(f"{folder} is no run: it has no {IN_RUN}; give a costs file, or runs/NAME")
 
 
 def write(path: Path, profile: Profile) -> None:
@@ -350,6 +351,7 @@ def parse(data: object, of_stages: bool = False) -> Profile:
         first_trainable=file.working if file.first_trainable is None else file.first_trainable,
         links=_links(file.links or ()),
         comm=tuple(comm) if isinstance(comm, Sequence) else comm or 0.0,
+        keeps_nothing=file.mem_f is not None and not any([*file.mem_f, *(file.mem_w or ())]),
         **file.model_dump(include=_SAME),
     )
 

@@ -117,7 +117,6 @@ def _excluded(options: PipelineOptions) -> Iterator[str]:
     elastic, replicas = options.elastic, options.replicas
     with_slices = {
         'pipeline.schedule = "auto"': options.schedule == AUTO,
-        "parallel.pipeline = 1": options.pipeline == 1,
         "pipeline.post_validation = true": options.post_validation,
         "elastic.reshape = true": elastic.reshape,
         "elastic.reshape_at": bool(elastic.reshape_at),
@@ -130,6 +129,11 @@ def _excluded(options: PipelineOptions) -> Iterator[str]:
         ),
         "parallel.slices = true": options.slices,
     }
+    if options.slices and options.pipeline == 1:
+        yield (
+            "parallel.slices = true puts the ranks of a pipeline on one GPU, but parallel.pipeline "
+            "= 1 is one rank; set parallel.pipeline to the number of slices, or leave slices out"
+        )
     for other, is_set in with_slices.items():
         if options.slices and is_set:
             yield (

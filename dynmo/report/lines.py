@@ -200,7 +200,8 @@ def overview(summary: Summary) -> str:
     if summary.utilization is not None:
         figures.append(f"{summary.utilization:.1%} of the peak FLOP/s")
     if summary.memory:
-        figures.append(f"at most {summary.memory / 2**20:,.0f} MiB on a rank")
+        resident = " resident" * (summary.device == "cpu")  # Python and torch count, too
+        figures.append(f"at most {summary.memory / 2**20:,.0f} MiB{resident} on a rank")
     if (data := summary.data) is not None:
         slow = " (the data is slower than the steps)" if data.waited > _SLOW else ""
         figures.append(f"{data.waited:.1%} waiting for data, {data.padding:.0%} padding{slow}")

@@ -118,6 +118,9 @@ class RankAccount:
     returned: float | None
 
 
+_OF_END = ("buffers_digest", "reason", "load", "cores", "device")
+
+
 @dataclass(frozen=True)
 class Summary:
     """A run in figures.
@@ -149,6 +152,7 @@ class Summary:
         ranks: Account of the ranks. None if they did not change.
         load: Load average of rank 0's machine at the end of the run.
         cores: Number of its cores.
+        device: Its device: "cuda" or "cpu". None if unknown.
         data: Account of the samples. None if the run reads none.
         utilization: Median over the steps. None if unknown.
         memory: Most bytes of a rank in a step. 0 if unknown.
@@ -177,6 +181,7 @@ class Summary:
     ranks: RankAccount | None = None
     load: float | None = None
     cores: int | None = None
+    device: str | None = None
     data: DataAccount | None = None
     utilization: float | None = None
     memory: int = 0
@@ -216,7 +221,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         done=steps,
         run_seconds=whole.seconds if whole else None,
         **{key: getattr(whole, key, None) for key in parts},
-        **{key: getattr(end, key, None) for key in ("buffers_digest", "reason", "load", "cores")},
+        **{key: getattr(end, key, None) for key in _OF_END},
         tokens=tokens,
         evaluation=evaluation,
         rank_events=rank_events,

@@ -347,6 +347,7 @@ class Trainer:
                 gpu_seconds_returned=account.gpu_seconds_returned,
                 load=os.getloadavg()[0],
                 cores=os.cpu_count(),
+                device=self._world.device.type,
             )
         )
         return RunResult(

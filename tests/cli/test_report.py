@@ -13,12 +13,16 @@ import pytest
 from rich.console import Console
 
 from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.event_log import EventLog
 from dynmo.events import EndEvent, EvalEvent, Event, StepResult
+from dynmo.plan.partition import Partition
+from dynmo.plan.problem import Mesh
 from dynmo.report.comparison import comparison_table
 from dynmo.report.summary import summarize
 from tests.cli.plans import answer
 from tests.cli.runs import Run, assert_refused
+from tests.plan.questions import question
 
 
 @pytest.fixture
@@ -66,6 +70,22 @@ def test_report_of_one_run(run: Run) -> None:
     assert rows == [["0-4", "4+4", "0", "0.500", *same], ["5-9", "6+2", "3", "0.250", *same]]
     moved = "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): "
     assert f"{moved}static to balanced x1.25 predicted, x2.00 measured\n" in out
+
+
+def test_a_line_says_why_no_layer_moved(run: Run) -> None:
+    path = log("a", [step(i, 0.5) for i in range(10)]).parent / "decisions.jsonl"
+    why = "no layer moved: "
+    assert why not in run("a").good, "no decision was made"
+    layers = (LayerCost(0.01, 0.01, 0.01),) * 8
+    path.write_text(question(layers, Mesh(2, 1, 4, 1, "1f1b"), Partition((4, 4))).to_text() + "\n")
+    [line] = [line for line in run("a").good.splitlines() if line.startswith(why)]
+    assert line.startswith(f"{why}step 50: stay: ")
+    assert line.endswith(f"(dynmo simulate {path})")
+    log("a", a_run(0.5))
+    assert why not in run("a").good
+    path.write_text('{"kind":"move","situation":{}}\n')  # of an earlier version
+    log("b", [step(0, 0.5)]).with_name("decisions.jsonl").write_text(path.read_text())
+    assert why not in run("b").good
 
 
 def test_report_compares_several_runs(run: Run) -> None:
@@ -138,7 +158,7 @@ def test_json_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "mentions"),
     [
-        (None, ["a is", "events.jsonl"]),
+        (None, ["a is no run: it has no events.jsonl; give runs/NAME"]),
         (b'{"event": "step"', ["a/events.jsonl", "no steps"]),
         (b"[1]\n", ["a/events.jsonl:1:"]),
         (b"\xff\xfe\n", ["a/events.jsonl", "UTF-8"]),
@@ -167,4 +187,4 @@ def test_report_names_the_config_differences(run: Run) -> None:
 def test_path_that_is_not_a_folder_is_refused(run: Run) -> None:
     path = log("a", a_run(0.5))
     assert_refused(run(path), path, "folder, a")
-    assert_refused(run("runs/nothing"), "runs/nothing")
+    assert_refused(run("runs/nothing"), "runs/nothing is no folder; give a run, such as runs/NAME")

@@ -188,6 +188,10 @@ def test_w_memory_is_refused_if_the_file_gives_memory(run: Run, costs: Callable[
     assert answer(run, *asked("1f1b", 1, 4), "--costs", path)["peak_memory"] == [2]
     done = run(*asked("1f1b", 1, 4), "--costs", path, "--w-memory", 0.5)
     assert_refused(done, "--w-memory", path)
+    nothing = costs(f=[1], b=[1], w=[1], mem_f=[0], mem_b=[0], mem_w=[0])
+    assert answer(run, *asked("1f1b", 1, 4), "--costs", nothing)["peak_memory"] == [0]
+    done = run(*asked("1f1b", 1, 4), "--costs", nothing, "--w-memory", 0.5)
+    assert_refused(done, "--w-memory", nothing)
 
 
 def test_exact_improves_the_schedule_and_proves_the_bound(run: Run) -> None:

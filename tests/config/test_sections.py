@@ -76,6 +76,11 @@ def test_bad_values_are_refused(key, value, hint):
     assert hint in message
 
 
+def test_a_number_out_of_bounds_gets_no_advice_on_lists():
+    told = "--set: pipeline.memory_limit = 0: must be greater than or equal to 1"
+    assert refusal("pipeline.memory_limit=0") == told
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -91,7 +96,7 @@ def test_bad_values_are_refused(key, value, hint):
          ["train.reduction_slots = 6", "2 (replicas)", "2 or 4"]),
         (["parallel.replicas=4", "train.reduction_slots=2"],
          ["train.reduction_slots = 2", "4 (replicas)", "4 or 8"]),
-        (["parallel.slices=true"], ["parallel.slices = true", "parallel.pipeline = 1"]),
+        (["parallel.slices=true"], ["parallel.slices = true", "parallel.pipeline = 1 is one rank"]),
         (["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
          ["parallel.slices = true", "pipeline.post_validation"]),
         (["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],

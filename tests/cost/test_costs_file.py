@@ -227,7 +227,7 @@ def test_file_of_another_kind_is_refused_by_name(tmp_path: Path, text: str, mess
 def test_unreadable_or_unwritable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read(tmp_path / "none.json")
-    with pytest.raises(InputError, match="is a folder, but no run"):
+    with pytest.raises(InputError, match=r"is no run: it has no costs\.json"):
         read(tmp_path)
     (tmp_path / "config.toml").touch()
     with pytest.raises(InputError, match=r"no costs\.json; .*dynmo profile"):

@@ -129,6 +129,8 @@ def test_overview_has_loss_time_and_speed() -> None:
     assert overview(summarize([*busy, end()])).endswith(
         "tokens/s, 20.0% of the peak FLOP/s, at most 9 MiB on a rank"
     )
+    on_cpu = overview(summarize([*busy, replace(end(), device="cpu")]))
+    assert on_cpu.endswith("at most 9 MiB resident on a rank")
     assert overview(summarize([*steps, EvalEvent(1, 2.5)])) == (
         "loss 3.000000, held-out loss 2.500000, 2 steps in 3.0 s, 5 tokens/s, not ended"
     )
