@@ -178,7 +178,7 @@ def _embedding(
     return split_embedding(input, found[0], padding_idx, tape)
 
 
-class _GroupedFunction(torch.autograd.Function):
+class _StackedFunction(torch.autograd.Function):
     """grouped_mm of [rows, in] with [groups, in, out], a parameter or its transpose."""
 
     @staticmethod
@@ -233,7 +233,7 @@ def _grouped(tape: WeightTape, *given: Any, offs: Any = None, **named: Any) -> T
     base, view = found
     if base.dim() != 3 or x.dim() != 2 or (view and view != _turned(base, None)):
         return None
-    return _GroupedFunction.apply(x, base, offs, view is not None, tape)
+    return _StackedFunction.apply(x, base, offs, view is not None, tape)
 
 
 def stands_for_grouped_mm(func: Any) -> None:

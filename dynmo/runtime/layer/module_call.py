@@ -177,7 +177,7 @@ class ModuleCall:
                 return self(without_hooks(inputs), finish, True)[0]
             return self.measured(inputs, finish, recompute)
 
-        def again(inputs: Tensors) -> Tensors:
+        def again() -> Tensors:
             """Runs F again. A run to compare with puts no hook on the inputs."""
             noted = self._tape.take_products()
             seed()
@@ -185,7 +185,7 @@ class ModuleCall:
             self._tape.products = noted
             return outputs
 
-        return writes.keep(run, again, inputs, first, self.keeps_buffers(recompute))
+        return writes.keep(run, again, first, self.keeps_buffers(recompute))
 
     def rebuilt(
         self, inputs: Tensors, finish: Finish | None, buffers: Copies, seed: Callable[[], None]

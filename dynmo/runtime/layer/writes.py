@@ -131,12 +131,12 @@ class Writes:
         self.buffers.renew(self._in_place)
 
     def keep(
-        self, run: Callable[[], Tensors], again: Call, inputs: Tensors, first: bool, keeps: bool
+        self, run: Callable[[], Tensors], again: Callable[[], Tensors], first: bool, keeps: bool
     ) -> tuple[Tensors, Copies]:
         """Runs an F that B follows.
 
         Args:
-            again: Runs F again, given the inputs.
+            again: Runs F again.
             first: Whether to look at what it writes to.
             keeps: Whether B needs the buffers as they were.
 
@@ -159,11 +159,15 @@ class Writes:
             key for key, (buffer, version) in versions.items() if buffer._version != version
         )
         if state is not None:
-            self._check_first(state, written, outputs, again, inputs)
+            self._check_first(state, written, outputs, again)
         return outputs, written
 
     def _check_first(
-        self, state: PlainState, written: Copies, outputs: Tensors, again: Call, inputs: Tensors
+        self,
+        state: PlainState,
+        written: Copies,
+        outputs: Tensors,
+        again: Callable[[], Tensors],
     ) -> None:
         """Looks at what the first F has written to.
 
@@ -179,7 +183,7 @@ class Writes:
             if not all(type(y) is Tensor and y.is_cpu for y in ours):
                 return True
             with self.buffers.replaced(buffers):
-                return all(map(has_same_bits, ours, [y.detach() for y in again(inputs)]))
+                return all(map(has_same_bits, ours, [y.detach() for y in again()]))
 
         if (attribute := state.written()) is not None:
             now = PlainState(self._module)
@@ -221,31 +225,31 @@ class PlainState:
     """The attributes of a module and its submodules now, except for dynmo's own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [
-            (name, part)
-            for name, part in module.named_modules()
+        self._owners = {
+            prefix: vars(part)
+            for prefix, part in module.named_modules()
             if not type(part).__module__.startswith("dynmo.")
-        ]
+        }
         self._before = {key: (value, _contents(value)) for key, value in self._attributes()}
 
-    def _attributes(self) -> Iterator[tuple[tuple[int, str], object]]:
-        for place, (_, part) in enumerate(self._parts):
-            for name, value in vars(part).items():
+    def _attributes(self) -> Iterator[tuple[tuple[str, str], object]]:
+        for prefix, owner in self._owners.items():
+            for name, value in owner.items():
                 if name not in OF_TORCH:
-                    yield (place, name), value
+                    yield (prefix, name), value
 
     def written(self) -> str | None:
         """Returns the name of the first attribute that has another value now, or None."""
-        for (place, name), value in self._attributes():
-            before = self._before.get((place, name))
+        for key, value in self._attributes():
+            before = self._before.get(key)
             if before is None or not _is_same(*before, value):
-                return f"{self._parts[place][0]}.{name}".lstrip(".")
+                return ".".join(key).lstrip(".")
         return None
 
     def restore(self) -> None:
         """Binds every attribute to the object that it was bound to."""
-        for (place, name), (value, _) in self._before.items():
-            vars(self._parts[place][1])[name] = value
+        for (prefix, name), (value, _) in self._before.items():
+            self._owners[prefix][name] = value
 
 
 def _contents(value: Any) -> object:

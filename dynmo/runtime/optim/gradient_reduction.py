@@ -48,6 +48,7 @@ class ReplicatedWeight:
         sources: Replicas whose rows each replica computes, by replica. Empty: the replica does not
             hold the weight.
         owned: Whether this layer's optimizer updates it.
+        is_spread: Whether a placement says which replicas hold it.
         gradients: Parameters with the gradients of rows computed here, by replica of the rows. The
             default is `parameter`.
     """
@@ -57,6 +58,7 @@ class ReplicatedWeight:
     ranges: tuple[tuple[int, int], ...]
     sources: tuple[tuple[int, ...], ...]
     owned: bool = True
+    is_spread: bool = False
     gradients: Mapping[int, nn.Parameter] = field(default_factory=dict)
 
     def length(self, replica: int) -> int:

@@ -66,23 +66,24 @@ def dtype_for(precision: str, device: torch.device) -> torch.dtype:
     if dtype == torch.float32:
         return dtype
     try:
-        if (
-            device.type == "cuda"
-            and dtype == torch.bfloat16
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
-            raise RuntimeError("the device has no bfloat16 units")
         x = torch.ones(1, 1, 8, 8, device=device).to(dtype).requires_grad_()
         y = functional.scaled_dot_product_attention(
             x, functional.rms_norm(functional.linear(x, x[0, 0]), (8,)), x, is_causal=True
         )
         functional.silu(y).sum().backward()
+        is_emulated = (
+            device.type == "cuda"
+            and dtype == torch.bfloat16
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        what = "the device has no bfloat16 units" if is_emulated else None
     except (RuntimeError, TypeError) as error:
         what = str(error).splitlines()[0]
+    if what is not None:
         raise ConfigError(
             f"train.precision = '{precision}': torch {torch.__version__} cannot train in it on "
             f"{device} ({what}); use 'float32'"
-        ) from None
+        )
     return dtype
 
 

@@ -39,12 +39,8 @@ class Replicas:
     def __init__(self, world: RankGroup, tied: Sequence[Pair], sharded: bool) -> None:
         self._tied, self._sharded = tied, sharded
         self.renew(world)
-        # They say, for each own layer, which replica sums and updates which part.
-        self._shares: dict[int, list[ReplicatedWeight]] = {}
-        # Weights of each own layer that are spread over the replicas.
-        self.spread: dict[int, list[ReplicatedWeight]] = {}
-        # All of them, in the order of the layer's parameters.
-        self._ordered: dict[int, list[ReplicatedWeight]] = {}
+        # Those of each own layer, in the order of its parameters.
+        self._weights: dict[int, list[ReplicatedWeight]] = {}
 
     @property
     def share(self) -> Share:
@@ -69,24 +65,27 @@ class Replicas:
             shared: Names of parameters that another layer owns.
             weights: Weights of the layer that are spread over the replicas.
         """
-        spread = {weight.name for weight in weights}
-        self._shares[index] = (
-            replicated_weights(module, shared, self._world.replicas, spread)
-            if self._reducer is not None
-            else []
-        )
-        self.spread[index] = list(weights)
+        all_weights = [*weights]
+        if self._reducer is not None:
+            spread = {weight.name for weight in weights}
+            all_weights += replicated_weights(module, shared, self._world.replicas, spread)
         # Of spread weights, this replica may hold none.
         names = [
             f"{path}.{key}".lstrip(".")
             for path, part in module.named_modules()
             for key in part._parameters
         ]
-        shares = [*self._shares[index], *weights]
-        self._ordered[index] = sorted(shares, key=lambda shared: names.index(shared.name))
+        self._weights[index] = sorted(all_weights, key=lambda weight: names.index(weight.name))
 
     def drop(self, index: int) -> None:
-        del self._shares[index], self.spread[index], self._ordered[index]
+        del self._weights[index]
+
+    def spread(self, index: int) -> list[ReplicatedWeight]:
+        """Returns the weights of an own layer that are spread over the replicas."""
+        return [weight for weight in self._weights[index] if weight.is_spread]
+
+    def _divided(self, index: int) -> list[ReplicatedWeight]:
+        return [weight for weight in self._weights[index] if not weight.is_spread]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
         """Returns the function to call when the layer's last W has run, or None."""
@@ -98,26 +97,26 @@ class Replicas:
         # The sum of tied weights is made before it is cut.
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)
         everywhere = tied or not self._sharded
-        shares, spread = self._shares[index], self.spread[index]
+        divided, spread = self._divided(index), self.spread(index)
 
         def work() -> Callable[[], None]:
             missing = reduce_gradients(self._world.peers, index, spread)
-            missing += reduce_gradients(self._world.peers, index, shares, everywhere)
+            missing += reduce_gradients(self._world.peers, index, divided, everywhere)
             return partial(drop_missing, missing)
 
         self._reducer.submit(work)
 
     def squared_norms(self) -> dict[int, float] | None:
         """Returns the squared norms of this rank's layers, or None if all are whole."""
-        if self._reducer is None or not (self._sharded or any(self.spread.values())):
+        if self._reducer is None or not (self._sharded or any(map(self.spread, self._weights))):
             return None
-        return squared_norms(self._world.peers, dict(sorted(self._ordered.items())))
+        return squared_norms(self._world.peers, dict(sorted(self._weights.items())))
 
     def send_parameters(self, index: int) -> None:
         """Exchanges shares of a layer's parameters meanwhile, with ZeRO-1."""
         if self._reducer is not None and self._sharded:
             self._reducer.submit(
-                partial(gather_parameters, self._world.peers, index, self._shares[index])
+                partial(gather_parameters, self._world.peers, index, self._divided(index))
             )
 
     def finish(self, what: str) -> None:

@@ -357,11 +357,11 @@ class LayerStore:
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""
-        return whole_state(self.world.peers, self.optimizers[index], self.replicas.spread[index])
+        return whole_state(self.world.peers, self.optimizers[index], self.replicas.spread(index))
 
     def whole(self, index: int) -> AbstractContextManager[nn.Module]:
         """Gives an own layer all groups. All replicas enter it, in the same order."""
-        return self.spread.whole(index, self.replicas.spread[index])
+        return self.spread.whole(index, self.replicas.spread(index))
 
     def place_groups(self, placements: Mapping[int, GroupPlacement]) -> int:
         """Moves groups between replicas, with their optimizer state. All ranks call it.

@@ -126,6 +126,7 @@ class SpreadGroups:
                     ranges=tuple(ranges),
                     gradients={first + source: copy for source, copy in copies},
                     sources=sources,
+                    is_spread=True,
                 )
             )
         return out

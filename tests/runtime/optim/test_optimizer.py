@@ -406,21 +406,6 @@ def test_momentum_that_begins_later_has_a_place_in_shares() -> None:
     assert group.state_bytes((4, 4), 4) == 0
 
 
-def test_in_place_rollback_drift_stays_at_rounding() -> None:
-    """Each of 200 steps is made, rolled back in place, and repeated with clipping."""
-    make = partial(fused.AdamW, weight_decay=0.1)
-    exact, near = large(), large()
-    one, other = optimizer_of(exact, make), optimizer_of(near, make)
-    for step in range(200):
-        give([exact], step)
-        give([near], step)
-        step_of(one, 1e-3, 0.5)
-        step_of(other, 1e-3)
-        invert(other, 1e-3)
-        step_of(other, 1e-3, 0.5)
-    assert_close([exact], [near], rtol=1e-3, atol=1e-4)
-
-
 def test_squared_norm_takes_little_memory() -> None:
     """It squares one part at a time."""
     gradient = draw(0, 40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK)
