@@ -146,7 +146,7 @@ def encode(announced: Announcement) -> tuple[Tensor, ...]:
 def rest_of(lead: Tensor, what: str) -> Tensor | None:
     """Makes room for the rest of a header, if the lead announces one."""
     count = int(lead[0])
-    if not 0 <= count <= 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS):
+    if not 1 <= count <= 1 + MOST_TENSORS * (3 + MOST_DIMENSIONS):
         raise _damaged(what, f"it announces {count} numbers")
     missing = count + 1 - LEAD
     return torch.zeros(missing, dtype=torch.int64) if missing > 0 else None
@@ -154,8 +154,6 @@ def rest_of(lead: Tensor, what: str) -> Tensor | None:
 
 def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Announcement:
     numbers = [n for part in header for n in part.tolist()]
-    if not 1 <= numbers[0] < len(numbers):
-        raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
     tensors = list(_tensors(numbers[2 : numbers[0] + 1], what))
     spec = tuple((dtype, shape) for dtype, shape, _ in tensors)
     check_announced(bytes_of(spec), device, what)

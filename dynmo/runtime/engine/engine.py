@@ -278,8 +278,7 @@ class Engine:
         Raises:
             InputError: Ranks of a replica were given different batches, or no target counts.
         """
-        if microbatches < 1:
-            raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
+        assert microbatches > 0, "an evaluation has microbatches"
         store = self.pending.final
         with self.attempt():
             check_batch(store, batch, microbatches, outputs is None)

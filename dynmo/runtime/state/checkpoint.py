@@ -71,12 +71,7 @@ def sealed(manifest: CheckpointManifest) -> str:
 def read(checkpoint: Path) -> CheckpointManifest:
     """Reads the manifest in the folder `checkpoint`, and checks its own hash."""
     path = checkpoint / MANIFEST
-    if path.exists() and not path.is_file():  # a pipe, say, would be waited for
-        raise CheckpointError(f"{path} cannot be read: it is not a file")
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    text = _content_of(path)
     seal = _SEALED.fullmatch(text)
     if seal is None and b'"version": 1,' in text:
         raise CheckpointError(f"{path} is of an earlier version of dynmo, which alone reads it")
@@ -90,6 +85,16 @@ def read(checkpoint: Path) -> CheckpointManifest:
             f"{checkpoint} has version {fields['version']}; this dynmo reads version {VERSION}"
         )
     return CheckpointManifest(**fields)
+
+
+def _content_of(path: Path) -> bytes:
+    """Reads a file, or raises CheckpointError."""
+    if path.exists() and not path.is_file():  # a pipe, say, would be waited for
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 @dataclass(frozen=True)
@@ -351,14 +356,12 @@ def find(
 def _missing_latest(folder: Path) -> list[str]:
     """Returns a line if `latest` names a checkpoint that is not there."""
     path = folder / "latest"
-    if path.exists() and not path.is_file():
-        return [f"{path} cannot be read: it is not a file"]
-    try:
-        name = path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except OSError as error:
-        return [f"{path} cannot be read: {error.strerror}"]
+    try:
+        name = _content_of(path).decode(errors="replace").strip()
+    except CheckpointError as error:
+        return [str(error)]
     if any(path.name == name for path in _named(folder)):
         return []
     return [f"{path} names {name!r}, which is missing"]
@@ -395,9 +398,7 @@ def load_manifest(path: Path, index: int) -> Manifest:
     """Reads the description of one layer of a checkpoint, or raises CheckpointError."""
     file = path / _folder(index) / "layer.json"
     try:
-        return Manifest.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+        return Manifest.model_validate_json(_content_of(file))
     except ValidationError:
         raise CheckpointError(f"{file} is of another version of dynmo") from None
 

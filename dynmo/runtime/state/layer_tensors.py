@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
@@ -39,7 +39,7 @@ class TensorRecord(BaseModel):
     section: str
     name: str
     dtype: str
-    shape: list[int]
+    shape: list[NonNegativeInt]
     requires_grad: bool = False
 
 
@@ -226,69 +226,42 @@ def fit(
             f"{layer} has weights that are packed as {form}, which is not imported here; name its "
             "case in dynamism.cases, or import it before the checkpoint is read"
         )
-    buffers = {key: t for (section, key), t in tensors.items() if section == "buffer"}
+    then = {key: t for (section, key), t in tensors.items() if section == "buffer"}
     try:
-        take_forms(module, buffers, forms)
+        take_forms(module, then, forms)
     except ValueError as error:
         raise CheckpointError(f"{layer}: {error}; resume with the run's own config") from None
-    _check_shapes(layer, module, tensors)
-    left_out = _remade_buffers(layer, module, tensors)
-    _check_dtypes(layer, module, tensors)
-    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
-
-
-def _check_shapes(layer: str, module: nn.Module, tensors: Contents) -> None:
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
-    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter"}
-    for key in sorted({*shapes, *saved}):
-        if shapes.get(key) != saved.get(key):
-            raise CheckpointError(
-                f"{layer}: {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
-                "config's model; resume with the config that the run was started with"
-            )
-
-
-def _remade_buffers(layer: str, module: nn.Module, tensors: Contents) -> set[tuple[str, str]]:
-    """Returns saved buffers that the module has made for itself, in another shape.
-
-    Raises CheckpointError if any other buffer is only here or only in the checkpoint.
-    """
+    parts, buffers = dict(module.named_modules()), dict(module.named_buffers())
     remade = {
-        f"{prefix}.{key}".lstrip(".")
-        for prefix, part in module.named_modules()
+        f"{path}.{key}".lstrip(".")
+        for path, part in parts.items()
         for key in part._non_persistent_buffers_set
     }
+    here = {key: _form(p) for key, p in module.named_parameters()}
+    here |= {f"buffer {key}": "present" for key in buffers if key not in remade}
+    saved = {key: _form(t) for (section, key), t in tensors.items() if section == "parameter"}
     # A forward may make a buffer, but no module for it.
-    parts = dict(module.named_modules())
-    lost = sorted(
-        key
+    saved |= {
+        f"buffer {key}": "present"
         for section, key in tensors
-        if section == "buffer" and key.rpartition(".")[0] not in parts
-    )
-    if lost:
-        raise CheckpointError(
-            f"{layer}: the checkpoint has the buffer {lost[0]}, the config's model has not; "
-            "resume with the config that the run was started with"
-        )
-    left_out: set[tuple[str, str]] = set()
-    for key, buffer in module.named_buffers():
-        then = tensors.get(("buffer", key))
-        if then is None and key not in remade:
+        if section == "buffer"
+        and key not in remade
+        and (key in buffers or key.rpartition(".")[0] not in parts)
+    }
+    for key in sorted({*here, *saved}):
+        if here.get(key) != saved.get(key):
             raise CheckpointError(
-                f"{layer}: the config's model has the buffer {key}, the checkpoint has not; "
-                "resume with the config that the run was started with"
+                f"{layer}: {key} is {saved.get(key, 'missing')} in the checkpoint, "
+                f"{here.get(key, 'missing')} in the config's model; resume with the config (model "
+                "and train.precision) that the run was started with"
             )
-        if then is not None and key in remade and then.shape != buffer.shape:
-            left_out.add(("buffer", key))
-    return left_out
+    made_here = {key: buffer for key, buffer in buffers.items() if key in remade}
+    return {
+        (section, key): tensor
+        for (section, key), tensor in tensors.items()
+        if section != "buffer" or made_here.get(key, tensor).shape == tensor.shape
+    }
 
 
-def _check_dtypes(layer: str, module: nn.Module, tensors: Contents) -> None:
-    for key, parameter in module.named_parameters():
-        then = tensors["parameter", key].dtype
-        if then != parameter.dtype:
-            was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
-            raise CheckpointError(
-                f"{layer}: {key} is {was} in the checkpoint, {now} in the config's model; resume "
-                "with the train.precision that the run was started with"
-            )
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {list(tensor.shape)}"

@@ -180,20 +180,17 @@ class SpreadGroups:
         """Refuses placements for other layers, groups or replicas, before anything moves."""
         for index, placement in sorted(placements.items()):
             known = self.placements.get(index)
-            if known is None:
+            new, ranks = (placement.groups, placement.ranks), range(placement.ranks)
+            if (
+                known is None
+                or new != (known.groups, known.ranks)
+                or not all(map(placement.held_by, ranks))
+            ):
+                has = f"{known.groups} groups on {known.ranks} replicas" if known else "no groups"
                 raise ConfigError(
-                    f"layer {index} has no groups to place; layers {sorted(self.placements)} have"
-                )
-            if (placement.groups, placement.ranks) != (known.groups, known.ranks):
-                raise ConfigError(
-                    f"layer {index} has {known.groups} groups on {known.ranks} replicas, and its "
-                    f"new placement {placement.groups} on {placement.ranks}; give as many"
-                )
-            idle = next((r for r in range(known.ranks) if not placement.held_by(r)), None)
-            if idle is not None:
-                raise ConfigError(
-                    f"the new placement of layer {index} leaves replica {idle} without a group; "
-                    "give each one or more"
+                    f"layer {index} has {has}, so {placement.groups} groups on {placement.ranks} "
+                    f"replicas cannot be placed as {placement.holders}; layers "
+                    f"{sorted(self.placements)} have groups, and each replica needs one or more"
                 )
 
     def move(

@@ -192,6 +192,7 @@ def test_header_round_trips_and_damage_is_detected() -> None:
     assert decode((lead, rest), CPU, WHAT) == many
     for damaged, reason in (
         ([-1], "it announces -1 numbers"),
+        ([0], "it announces 0 numbers"),
         ([2**40], "it announces 1099511627776 numbers"),
         ([5, 0, 0, 0, 2, 5], r"it announces a tensor of dtype 0 and 2 dimensions, \(5,\)"),
         ([5, 0, 99, 0, 1, 5], "dtype 99 and 1 dimensions"),

@@ -60,8 +60,6 @@ def test_batches_that_are_not_tensors_are_refused() -> None:
     for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
         with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0)"):
             run_step(pipeline, 0, inputs, targets, **rates)
-    with pytest.raises(InputError, match="microbatches = 0"):
-        pipeline.evaluate(StepBatch(inputs[:0], targets[:0]), 0)
     run_step(pipeline, 0, inputs, targets, lr=0.1)
     run_step(twin, 0, inputs, targets, lr=0.1)
     assert pipeline.digest() == twin.digest()
