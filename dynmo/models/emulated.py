@@ -57,41 +57,31 @@ class Pace:
 
 
 class _Scale(torch.autograd.Function):
-    """y = x (1 + a / 1000), or its mean in the last layer. B takes `b` seconds, W `w`."""
+    """y = x (1 + a / 1000), or its mean in the last layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        a: nn.Parameter,
-        b: float,
-        w: float,
-        tape: WeightTape | None,
-        ends: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, a: nn.Parameter, layer: EmulatedLayer) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.a, ctx.b, ctx.w, ctx.tape, ctx.ends = a, b, w, tape, ends
+        ctx.a, ctx.layer, ctx.tape = a, layer, layer.tape or WeightTape()
         # One call only: if many ranks share a core, the computation of an emulated op holds up
         # the others.
         y = torch.addcmul(x, x, a, value=1e-3)
-        return y.mean() if ends else y
+        return y.mean() if layer.ends else y
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None, None]:
-        deadline = time.perf_counter() + ctx.b
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        a, layer, tape = ctx.a, ctx.layer, ctx.tape
+        deadline = time.perf_counter() + layer.b / layer.pace.speed
         x = ctx.saved_tensors[0].detach()
-        a, tape = ctx.a, ctx.tape or WeightTape()
-        gy = (gradients[0] / x.numel()).expand_as(x) if ctx.ends else gradients[0]
+        gy = (gradients[0] / x.numel()).expand_as(x) if layer.ends else gradients[0]
         gx = torch.addcmul(gy, gy, a, value=1e-3) if ctx.needs_input_grad[0] else None
-        work = partial(_weight_work, a, x, gy, ctx.w)
+        work = partial(_weight_work, a, x, gy, layer.w / layer.pace.speed)
         if a.requires_grad and tape.deferred:
             tape.add(work, x, gy)
         sleep_until(deadline)
         if a.requires_grad and not tape.deferred:
             tape.add(work, x, gy)
-        return gx, None, None, None, None, None
+        return gx, None, None
 
 
 def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
@@ -127,12 +117,10 @@ class EmulatedLayer(nn.Module):
         self.a = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        speed = self.pace.speed
-        deadline = time.perf_counter() + self.f / speed
+        deadline = time.perf_counter() + self.f / self.pace.speed
         if not x.is_floating_point():
             x = ((x.float().mean() + 1) / 256).expand(self.size).contiguous()
-        b, w = self.b / speed, self.w / speed
-        y = cast(Tensor, _Scale.apply(x, self.a, b, w, self.tape, self.ends))
+        y = cast(Tensor, _Scale.apply(x, self.a, self))
         sleep_until(deadline)
         return y
 
@@ -168,7 +156,7 @@ def make_layers(
 def make(options: ModelOptions, seed: int, cases: Iterable[Any]) -> Model:
     """Makes the emulated model that options ask for. No case needs other layers."""
     del cases
-    m = options
-    lists = [list(x) if isinstance(x, Sequence) else [x] * m.layers for x in (m.f, m.b, m.w)]
-    pace = Pace(dict(enumerate(m.speeds)).get(int(os.environ.get("RANK", "0")), 1.0))
-    return make_layers(*lists, size=max(1, m.bytes // 4), seed=seed, pace=pace)
+    given, count = (options.f, options.b, options.w), options.layers
+    seconds = [list(x) if isinstance(x, Sequence) else [x] * count for x in given]
+    pace = Pace(dict(enumerate(options.speeds)).get(int(os.environ.get("RANK", "0")), 1.0))
+    return make_layers(*seconds, size=max(1, options.bytes // 4), seed=seed, pace=pace)

@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 Counts = Sequence[Sequence[float]]
 """counts[source][expert]: how many tokens of rank `source` chose `expert`."""
 
-Change = tuple[tuple[int, Holders], ...]
+NewHolders = tuple[tuple[int, Holders], ...]
 """New holders of one or two experts."""
 
 _MOST_IMPROVEMENTS = 4  # for each place of the group
@@ -156,7 +156,7 @@ def _improve(
     tokens = list(zip(*counts, strict=True))
     shares = cache(lambda expert, ranks: tokens_by_holder(ranks, expert, tokens[expert]))
 
-    def after(change: Change, limit: float) -> dict[int, float] | None:
+    def after(change: NewHolders, limit: float) -> dict[int, float] | None:
         """The loads of the ranks concerned. None if one reaches the limit."""
         new: dict[int, float] = {}
         for expert, ranks in change:
@@ -190,7 +190,7 @@ def _changes(
     busiest: int,
     per_rank: int,
     shares: Callable[[int, Holders], dict[int, float]],
-) -> Iterator[Change]:
+) -> Iterator[NewHolders]:
     """Moves, copies and swaps of the experts of the busiest rank.
 
     Another expert makes room if its holder is full.

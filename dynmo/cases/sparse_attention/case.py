@@ -47,7 +47,7 @@ class SparseAttentionCase(Dynamism):
         self._sparse: frozenset[int] = frozenset()
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        halves = halves_of(modules)
+        halves = attention_halves(modules)
         named = max((block for _, blocks in self._schedule for block in blocks or ()), default=0)
         if named >= len(halves):
             raise ConfigError(
@@ -56,7 +56,7 @@ class SparseAttentionCase(Dynamism):
             )
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        self._halves = halves_of(layers.modules)
+        self._halves = attention_halves(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
             sparse = None
@@ -112,7 +112,7 @@ class SparseAttentionCase(Dynamism):
         self._sparse = frozenset(state["sparse"])
 
 
-def halves_of(modules: Sequence[nn.Module]) -> list[int]:
+def attention_halves(modules: Sequence[nn.Module]) -> list[int]:
     """Returns the layers that have an attribute `sparse_attention`."""
     return layers_that(
         lambda module: hasattr(module, "sparse_attention"),

@@ -54,47 +54,49 @@ Freeze = int | str | range
 
 
 @dataclass(frozen=True)
-class Place:
-    """A layer of dynmo in a transformers model.
+class LayerSpec:
+    """What a layer of dynmo has of a transformers model.
 
     Attributes:
         name: Name of the layer.
         block: Index of the block. None for embedding and head.
-        half: 0 for attention, 1 for the feed-forward. None for a whole block.
+        halves: How the block is cut. None leaves it whole.
+        half: 0 for attention, 1 for the feed-forward.
     """
 
     name: str
     block: int | None = None
-    half: int | None = None
+    halves: BlockHalves | None = None
+    half: int = 0
 
 
-def places(halves: Sequence[BlockHalves | None]) -> list[Place]:
-    """Returns the layers of a model whose blocks are cut like this."""
-    between = list[Place]()
+def layer_specs(halves: Sequence[BlockHalves | None]) -> list[LayerSpec]:
+    """Returns the layers of a model whose blocks are cut like this. None leaves one whole."""
+    between = list[LayerSpec]()
     for index, each in enumerate(halves):
         if each is None:
-            between.append(Place(f"blocks.{index}", index))
+            between.append(LayerSpec(f"blocks.{index}", index))
         else:
-            between.append(Place(f"blocks.{index}.attention", index, 0))
-            between.append(Place(f"blocks.{index}.feed-forward", index, 1))
-    return [Place("embedding"), *between, Place("head")]
+            between.append(LayerSpec(f"blocks.{index}.attention", index, each))
+            between.append(LayerSpec(f"blocks.{index}.feed-forward", index, each, 1))
+    return [LayerSpec("embedding"), *between, LayerSpec("head")]
 
 
 def frozen_layers(
-    places: Sequence[Place], freeze: Iterable[Freeze], train_last: int | None
+    specs: Sequence[LayerSpec], freeze: Iterable[Freeze], train_last: int | None
 ) -> frozenset[int]:
     """Returns the indices of the layers that do not train.
 
     Args:
-        places: The layers of the model.
+        specs: The layers of the model.
         freeze: Blocks by index, and layers by name, such as "embedding" or "blocks.0.attention".
         train_last: Number of last blocks that train, with the output layer. All else is frozen.
 
     Raises:
         ConfigError: There is no such block or layer.
     """
-    blocks = 1 + max(place.block for place in places if place.block is not None)
-    names = {place.name for place in places}
+    blocks = 1 + max(spec.block for spec in specs if spec.block is not None)
+    names = {spec.name for spec in specs}
     wanted = set[int | str]()
     for each in freeze:
         wanted.update(each if isinstance(each, range) else (each,))
@@ -102,17 +104,13 @@ def frozen_layers(
         if (each not in names) if isinstance(each, str) else not 0 <= each < blocks:
             raise ConfigError(
                 f"freeze has {each!r}; give blocks 0 to {blocks - 1}, or names of layers, such as "
-                f"{places[0].name!r} or {places[1].name!r}"
+                f"{specs[0].name!r} or {specs[1].name!r}"
             )
     if train_last is not None:
         if not 0 <= train_last <= blocks:
             raise ConfigError(f"train_last = {train_last}, but the model has {blocks} blocks")
-        wanted |= {places[0].name, *range(blocks - train_last)}
-    return frozenset(
-        index
-        for index, place in enumerate(places)
-        if place.name in wanted or (place.block is not None and place.block in wanted)
-    )
+        wanted |= {specs[0].name, *range(blocks - train_last)}
+    return frozenset(at for at, spec in enumerate(specs) if {spec.name, spec.block} & wanted)
 
 
 @dataclass
@@ -120,7 +118,7 @@ class Builder:
     """Builds layers. Each call makes modules of its own.
 
     Attributes:
-        halves: How each block is cut. None leaves it whole.
+        specs: The layers.
         fill: Sets the values of a layer's parameters and buffers.
         router: The loss of the routers, if there is one.
         types: The types of tensors in each precision.
@@ -130,7 +128,7 @@ class Builder:
     """
 
     structure: ModelStructure
-    halves: Sequence[BlockHalves | None]
+    specs: Sequence[LayerSpec]
     fill: Fill
     router: RouterLoss | None = None
     types: TypesAt = lambda _: {}
@@ -138,17 +136,12 @@ class Builder:
     float32_adapters: bool = False
     base_folder: str | None = None
 
-    @property
-    def places(self) -> list[Place]:
-        """The layers."""
-        return places(self.halves)
-
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
         # A dry run builds layers with another default device.
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             shared_model = SharedModel(self.structure, self._weightless(), self.router, self.types)
-            layers = [self._layer(shared_model, place) for place in self.places]
+            layers = [self._layer(shared_model, spec) for spec in self.specs]
             for index, layer in enumerate(layers):
                 _untie_within(layer)
                 layer.base_folder = self.base_folder
@@ -195,12 +188,14 @@ class Builder:
         """
         checked = set[object]()
         for index in () if has_no_values() else sorted(owned):
-            first, place = layers[index], self.places[index]
-            if place.half != 0 or index + 1 not in owned or not isinstance(first, BlockLayer):
+            halves, first = self.specs[index].halves, layers[index]
+            if halves is None or self.specs[index].half or index + 1 not in owned:
                 continue
-            second, halves = layers[index + 1], self.halves[first.index]
+            second = layers[index + 1]
+            assert isinstance(first, BlockLayer)
+            assert isinstance(second, BlockLayer)
             kind = tuple(map(type, self.structure.block(first.index).modules()))
-            if kind in checked or halves is None or not isinstance(second, BlockLayer):
+            if kind in checked:
                 continue
             checked.add(kind)
             draws = torch.Generator().manual_seed(0)
@@ -224,15 +219,14 @@ class Builder:
                 _check_values(made[path], path)
         return made
 
-    def _layer(self, shared_model: SharedModel, place: Place) -> HuggingFaceLayer:
+    def _layer(self, shared_model: SharedModel, spec: LayerSpec) -> HuggingFaceLayer:
         structure = self.structure
-        if place.block is not None:
-            block = _copied(structure.block(place.block))
-            halves = self.halves[place.block]
-            if halves is not None and place.half is not None:
-                block = half_of(block, halves, place.half)
-            return BlockLayer(shared_model, place.block, block)
-        is_first = place.name == "embedding"
+        if spec.block is not None:
+            block = _copied(structure.block(spec.block))
+            if spec.halves is not None:
+                block = half_of(block, spec.halves, spec.half)
+            return BlockLayer(shared_model, spec.block, block)
+        is_first = spec.name == "embedding"
         units = {
             path: structure.model.get_submodule(path)
             for path in (structure.before if is_first else structure.after)

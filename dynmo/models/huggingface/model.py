@@ -29,7 +29,7 @@ from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, first_line, not_installed
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.kernels.torch_private import unset_fake_temporarily
-from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, places
+from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, layer_specs
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.layers import TypesAt
 from dynmo.models.huggingface.load import Weights, weights_of
@@ -181,7 +181,7 @@ def from_pretrained(  # noqa: PLR0913
         halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
         for index in range(structure.count)
     ]
-    cuts = [each if isinstance(each, BlockHalves) else None for each in halves]
+    specs = layer_specs([each if isinstance(each, BlockHalves) else None for each in halves])
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -201,11 +201,11 @@ def from_pretrained(  # noqa: PLR0913
     check_loss("from_pretrained", loss, ())
     builder = Builder(
         structure,
-        cuts,
+        specs,
         fill,
         router,
         types,
-        frozen_layers(places(cuts), freeze, train_last),
+        frozen_layers(specs, freeze, train_last),
         float32_adapters,
         None if saves_base or folder is None else str(folder),
     )
@@ -213,7 +213,7 @@ def from_pretrained(  # noqa: PLR0913
         raise ConfigError("nothing is left to train; freeze less")
     text = config.get_text_config()
     return HuggingFaceModel(
-        names=tuple(place.name for place in builder.places),
+        names=tuple(spec.name for spec in specs),
         build=builder.build,
         loss=loss if router is None else partial(router.whole, loss=loss),
         router_loss=None if router is None else router.part,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dynmo.errors import ConfigError
-from dynmo.models.huggingface.build import Builder
+from dynmo.models.huggingface.build import Builder, layer_specs
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.model import meta_model
 from dynmo.models.huggingface.private import initialise
@@ -107,8 +107,8 @@ def _differences(
         for name, tensor in layer.state_dict().items():
             tensor.copy_(values[name])
 
-    builder = Builder(structure, halves, fill)
-    layers = [layer.train() for layer in builder.build(range(len(builder.places)))]
+    builder = Builder(structure, layer_specs(halves), fill)
+    layers = [layer.train() for layer in builder.build(range(len(builder.specs)))]
     for layer in layers:  # their buffers may be in no file
         assert all(torch.equal(buffer, buffers[name]) for name, buffer in layer.named_buffers())
     tied = builder.tied()

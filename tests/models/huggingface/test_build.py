@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError
 from dynmo.models.huggingface import build
-from dynmo.models.huggingface.build import frozen_layers, places
+from dynmo.models.huggingface.build import frozen_layers, layer_specs
 from dynmo.models.huggingface.halves import BlockHalves
 from dynmo.models.huggingface.model import from_pretrained
 from tests.combinations import mostly_matrix
@@ -86,7 +86,7 @@ def test_a_model_that_fills_the_buffers_of_its_blocks_finds_them() -> None:
     assert torch.equal(found.get_buffer("model.layers.1.mamba.mup_vector"), wanted)
 
 
-PLACES = places([BlockHalves(("attention", "mlp"), (None, None), ((), ()))] * 3)
+SPECS = layer_specs([BlockHalves(("attention", "mlp"), (None, None), ((), ()))] * 3)
 
 
 def test_a_model_has_layers_that_do_not_train() -> None:
@@ -106,7 +106,7 @@ def test_a_model_has_layers_that_do_not_train() -> None:
 def test_blocks_and_layers_are_frozen_by_index_and_name(
     freeze: Any, train_last: int | None, frozen: set[int]
 ) -> None:
-    assert frozen_layers(PLACES, freeze, train_last) == frozen
+    assert frozen_layers(SPECS, freeze, train_last) == frozen
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,6 @@ def test_blocks_and_layers_are_frozen_by_index_and_name(
 )
 def test_bad_freezes_are_refused(freeze: Any, train_last: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        frozen_layers(PLACES, freeze, train_last)
+        frozen_layers(SPECS, freeze, train_last)
     with pytest.raises(ConfigError, match="nothing is left to train"):
         from_pretrained(config("llama"), freeze=("embedding", range(3), "head"))
