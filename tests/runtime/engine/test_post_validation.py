@@ -353,38 +353,24 @@ def test_unannounced_case_access_is_refused() -> None:
     assert CaseContext(one).moments(1)["qkv.weight/step"] == 1
 
 
-def test_barrier_policy_returns_if_many_steps_fail() -> None:
-    """It stays until almost no step fails."""
-    pipeline = own_pipeline(post_validation=True)
-    (record,) = trained(pipeline, 1, 0.0)
-    pending = pipeline.pending
-
-    def observe(failed: bool) -> Switch | None:
-        return pending.observed(record, CLIPPED if failed else None).switch
-
-    pending.renewed()
-    assert [observe(True) for _ in range(5)] == [None] * 5
-    assert pending.validates
-    assert observe(True) == Switch(False, "6 of the last 6 steps were taken back")
-    said = [observe(False) for _ in range(19)]
-    assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
-    pending.renewed()
-    assert all(observe(i % 4 == 0) is None for i in range(100)), "not over a quarter"
-
-
 def test_many_rollbacks_switch_the_barrier_on() -> None:
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     results = trained(one, 12, 0.1)
     assert [r.step for r in results] == list(range(12))
     # The seventh had begun already.
     assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5
-    assert [(r.step, r.switch.on) for r in results if r.switch] == [(5, False)]
+    over = Switch(False, "6 of the last 6 steps were taken back")
+    assert [(r.step, r.switch) for r in results if r.switch] == [(5, over)]
     assert not one.pending.validates
     trained(twin, 12, 0.1)
     assert one.digest() == twin.digest()
     results = [r for step in range(12, 40) for r in advance(one, step, *tokens(step, 4), lr=0.003)]
-    assert [(r.step, r.switch.on) for r in results if r.switch] == [(30, True)]
-    assert one.pending.validates
+    again = Switch(True, "1 of the last 20 steps would have been taken back")
+    assert [(r.step, r.switch) for r in results if r.switch] == [(30, again)]
+    pending = one.pending
+    assert pending.validates
+    seldom = [pending.observed(results[0], CLIPPED if i % 4 == 0 else None) for i in range(100)]
+    assert not any(r.switch for r in seldom), "not over a quarter"
 
 
 def test_local_clipping_scales_each_layer_separately() -> None:
