@@ -97,7 +97,7 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     return next((plain for plain, split in _REGISTERED.items() if split is kind), kind)
 
 
-def has_said_what_waits(index: int, module: nn.Module, taken: Collection[Tensor]) -> bool:
+def warn_of_early_gradients(index: int, module: nn.Module, taken: Collection[Tensor]) -> bool:
     """Warns if B has computed the gradients of most weights of a layer.
 
     Those of norms and biases do not count, since they take no time.

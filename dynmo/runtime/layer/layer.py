@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.kernels.deferral import has_said_what_waits, install
+from dynmo.kernels.deferral import install, warn_of_early_gradients
 from dynmo.kernels.graph import adds_at_once, reaches
 from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.seeds import seed_forward
@@ -340,8 +340,8 @@ class Layer:
             meter.note_backward(held, measured, not (self.recompute or in_pieces))
         for layer in joint.layers:
             layer._groups.after_input(microbatch)
-            if layer.tape.taken is not None:
-                layer.warns = not has_said_what_waits(layer.index, layer.module, layer.tape.taken)
+            if (taken := layer.tape.taken) is not None:
+                layer.warns = not warn_of_early_gradients(layer.index, layer.module, taken)
         between = self.clock.mark() if start is not None and is_split and not deferred else None
         for layer, work in zip(reversed(joint.layers), reversed(works), strict=True):
             if work:

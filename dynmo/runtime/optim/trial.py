@@ -175,7 +175,10 @@ def _draw(dims: int, device: torch.device, seed: int = 0) -> Tensor:
 
 @generators_kept(torch.device("cpu"))
 def _train(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer:
-    """Makes some steps. The gradient of an element follows from its value alone."""
+    """Makes some steps.
+
+    The gradient of an element follows from its value alone, and is not in proportion to it.
+    """
     name = name_of(make)
     optimizer = make_optimizer(make, groups)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -187,7 +190,7 @@ def _train(make: Make, groups: Sequence[Given]) -> torch.optim.Optimizer:
     for step in range(_STEPS):
         for _, parameters in groups:
             for p in parameters:
-                p.grad = p * (step - 1.5)
+                p.grad = p * p.abs() * (step - 1.5)
         try:
             optimizer.step()
         except Exception as error:  # anything that the user's code raises

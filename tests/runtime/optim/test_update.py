@@ -14,7 +14,7 @@ from dynmo.errors import ConfigError
 from dynmo.models.sequential import Sequential
 from dynmo.runtime.optim.optimizer import LayerOptimizer, shares_in
 from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
-from dynmo.runtime.optim.trial import check_is_separable
+from dynmo.runtime.optim.trial import check_is_separable, is_elementwise
 from dynmo.runtime.optim.update import Update
 from tests.pipeline.optimizer_jobs import OPTIMIZERS, layers
 from tests.runtime.optimizers import optimizer_of
@@ -160,6 +160,21 @@ def test_optimizers_that_cannot_be_split_are_found(kind: Any, reason: str) -> No
     module = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=reason):
         ParameterGroups(Settings(kind), Sequential([module]), [module], CPU)
+
+
+class Trust(torch.optim.SGD):
+    """LARS: the step of a parameter is as long as a part of the parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1 * float(p.detach().norm() / p.grad.norm()))
+
+
+def test_an_optimizer_that_takes_norms_works_not_by_element() -> None:
+    assert is_elementwise(torch.optim.SGD, {}, CPU)
+    assert not is_elementwise(Trust, {}, CPU)
+    check_is_separable(Trust, [({}, [1, 2])], CPU)
 
 
 def test_trials_leave_the_random_numbers_as_they_were() -> None:
