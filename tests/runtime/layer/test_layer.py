@@ -289,7 +289,8 @@ def test_stashes_are_released(measured: bool) -> None:
     assert not layer._weight_work
 
 
-def test_inner_activations_are_released_after_b() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inner_activations_are_kept_until_b_unless_recomputed(recompute: bool) -> None:
     """Memory that only B needs is not kept for W. An example is the input of a tanh."""
     seen: list[StorageWeakRef] = []
 
@@ -299,28 +300,13 @@ def test_inner_activations_are_released_after_b() -> None:
         return y * 1.5
 
     layer = layer_of(nn.Sequential(nn.Linear(6, 6), Net(watched), nn.Linear(6, 6)))
+    layer.recompute = recompute
     with no_collection():
-        run_f(layer, torch.randn(3, 6))
-        assert not seen[0].expired()
+        run_f(layer, torch.randn(3, 6, requires_grad=recompute))
+        assert [ref.expired() for ref in seen] == [recompute]
         layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
-        assert seen[0].expired()
+        assert [ref.expired() for ref in seen] == [True] * (1 + recompute)
         layer.backward_weight(0)
-
-
-def test_recomputed_layer_keeps_no_inner_activations() -> None:
-    """Neither in its graph nor as inputs of its linears."""
-    seen: list[StorageWeakRef] = []
-
-    def watched(_: nn.Module, x: Tensor) -> Tensor:
-        y = torch.tanh(x)
-        seen.append(StorageWeakRef(y.untyped_storage()))
-        return y
-
-    layer = layer_of(nn.Sequential(nn.Linear(6, 6), Net(watched), nn.Linear(6, 6)))
-    layer.recompute = True
-    with no_collection():
-        run_f(layer, torch.randn(3, 6, requires_grad=True))
-        assert [ref.expired() for ref in seen] == [True]
 
 
 def test_run_to_compare_leaves_the_products_of_f() -> None:
