@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dynmo.cli.options import CommandOptions, command
-from dynmo.cli.output import progress
+from dynmo.cli.output import print_json, progress
 from dynmo.cli.plan_text import show_size
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.cli.run_folder import check_run
@@ -72,7 +71,7 @@ def export(options: ExportOptions) -> None:
             "files": done.files,
             "bytes": done.bytes,
         }
-        print(json.dumps(answer))
+        print_json(answer)
     else:
         size = show_size(done.bytes)
         print(f"{options.folder}: the weights after {manifest.step} steps, {size}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import asdict
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynmo.cli.options import OfRun, command
-from dynmo.cli.output import console_for_tables, progress
+from dynmo.cli.output import check_folder, console_for_tables, print_facts, print_json, progress
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
 from dynmo.options import Count
+from dynmo.report.numbers import show_share
 
 if TYPE_CHECKING:
     from dynmo.train.look_ahead import DataView
@@ -59,7 +59,7 @@ def data(options: DataCommandOptions) -> None:
         told = {"file": None if written is None else asdict(written), **view.numbers}
         told |= {"histogram": view.histogram, "microbatches": view.microbatches}
         told["evaluates_on"] = view.held_out
-        print(json.dumps(told, allow_nan=False))
+        print_json(told)
         return
     _print_text(view)
     if written is not None:
@@ -74,8 +74,7 @@ def _check_out(options: DataCommandOptions) -> None:
     out = options.out
     if out is None:
         return
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    check_folder("--out", out)
     if out.exists() and not (options.force and out.is_file()):
         raise InputError(f"--out {out} exists; choose another name, or give --force")
 
@@ -84,10 +83,14 @@ def _print_text(view: DataView) -> None:
     from rich.text import Text
 
     console = console_for_tables()
-    for name, number in view.numbers.items():
-        is_share = name in ("counted", "padding")
-        text = f"{number:.1%}" if is_share else f"{number:,.0f}"
-        print(f"{name.replace('_', ' '):<17}{text:>14}")
+    print_facts(
+        (
+            name.replace("_", " "),
+            show_share(number) if name in ("counted", "padding") else f"{number:,.0f}",
+            "",
+        )
+        for name, number in view.numbers.items()
+    )
     print(f"held out for evaluations: {view.held_out}")
     most = max(view.histogram.values(), default=0)
     for edge, count in view.histogram.items():

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynmo.errors import InputError, not_installed
 
@@ -48,6 +49,19 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> 
     for row in rows:
         table.add_row(*(escape(row.get(str(x.header), "-")) for x in table.columns))
     console_for_tables().print(table)
+
+
+def print_facts(facts: Iterable[tuple[str, str, str]]) -> None:
+    """Prints a line for each word, its number, and what the number means."""
+    rows = list(facts)
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for word, number, meaning in rows:
+        print(f" {word:<{first}}  {number:>{second}}  {meaning}".rstrip())
+
+
+def print_json(record: Mapping[str, Any], *, of_run: bool = False) -> None:
+    """Prints the answer of --json. Only figures of a run, such as its losses, may be infinite."""
+    print(json.dumps(record, allow_nan=of_run))
 
 
 @contextmanager
@@ -93,6 +107,12 @@ def compilation_told() -> Iterator[None]:
         yield
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Checks that the folder of a file is there, before the work begins."""
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {path.parent}")
+
+
 def check_plot(path: Path | None) -> None:
     """Checks the file of `--plot` before the work begins."""
     from importlib.util import find_spec
@@ -101,8 +121,7 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise InputError(f"--plot {path}: the name must end in .svg, .png or .pdf")
-    if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {path.parent}")
+    check_folder("--plot", path)
     if find_spec("matplotlib") is None:
         raise InputError(f"--plot: {not_installed('matplotlib')}")
 

@@ -5,7 +5,6 @@ It plans one pipeline, searches a mesh of `--gpus`, or compares 1 to all ranks (
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from dynmo.cli import plan_text as text
 from dynmo.cli.options import CommandOptions, command, like
-from dynmo.cli.output import compilation_told
+from dynmo.cli.output import compilation_told, print_json
 from dynmo.cli.placement_formats import FORMATS
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
@@ -26,6 +25,7 @@ from dynmo.options import Count, MemoryLimit, NonNegative, Positive, parse_bytes
 from dynmo.plan.options import Balance, Balancer
 from dynmo.plan.partition import Cost
 from dynmo.plan.problem import Allowed, Problem, RecomputeMode, Work
+from dynmo.report.numbers import show_time
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import AUTO, SHAPES, ScheduleName
 
@@ -190,17 +190,13 @@ def _plan_pipeline(options: PlanOptions, profile: Profile) -> None:
         }
         if shapes:
             record["shapes"] = [_alternative(shape, best) for shape in shapes]
-        _print_json(record)
+        print_json(record)
         return
     text.print_plan(best, options.balancer, seconds)
     text.print_alternatives(best, others)
     for name in options.exports:
         text.print_export(name, best)
     text.print_shapes(best, shapes)
-
-
-def _print_json(record: dict[str, Any]) -> None:
-    print(json.dumps(record, allow_nan=False))
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -257,7 +253,7 @@ def _search_mesh(options: PlanOptions, profile: Profile) -> None:
         text.print_meshes(allowed, found)
         for name in options.exports:
             text.print_export(name, best)
-        print(f"searched in {text.show_time(seconds)}")
+        print(f"searched in {show_time(seconds)}")
         return
     candidates = [_mesh_json(plan, options.balancer) for plan in found.plans]
     bandwidth = problem.bandwidth
@@ -272,7 +268,7 @@ def _search_mesh(options: PlanOptions, profile: Profile) -> None:
         "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in found.refused],
         "slower": found.slower,
     }
-    _print_json(_plan_json(best, options.balancer, seconds) | more)
+    print_json(_plan_json(best, options.balancer, seconds) | more)
 
 
 def _mesh_json(plan: Plan, balancer: str) -> dict[str, Any]:
@@ -313,7 +309,7 @@ def _compare_ranks(options: PlanOptions, profile: Profile, share: float) -> None
             "ranks": [_row_json(row, table) for row in table.rows],
             "seconds": seconds,
         }
-        _print_json(record)
+        print_json(record)
     else:
         text.print_ranks(problem, allowed, table, seconds)
 
@@ -372,6 +368,6 @@ def _needed_by_workload(path: Path, share: float, as_json: bool) -> None:
         needed = ranks_needed(workload, share)
     seconds = time.perf_counter() - began
     if as_json:
-        _print_json(text.needed_json(needed) | {"seconds": seconds})
+        print_json(text.needed_json(needed) | {"seconds": seconds})
     else:
         text.print_needed(needed, workload.ranks)

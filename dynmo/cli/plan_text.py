@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dynmo.cli.output import console_for_tables, print_table
+from dynmo.cli.output import console_for_tables, print_facts, print_table
 from dynmo.cli.placement_formats import FORMATS
 from dynmo.errors import PartitionError
+from dynmo.report.numbers import plus, show_change, show_share, show_size, show_time
 
 if TYPE_CHECKING:
     from dynmo.plan.alternatives import Alternative, RankRow, RankTable
@@ -44,10 +45,7 @@ def print_plan(plan: Plan, balancer: str, seconds: float) -> None:
     )
     print_picture(plan)
     print()
-    facts = [*_facts(plan), ("planned in", show_time(seconds), "")]
-    first, second = (max(len(fact[column]) for fact in facts) for column in (0, 1))
-    for word, number, meaning in facts:
-        print(f" {word:<{first}}  {number:>{second}}  {meaning}".rstrip())
+    print_facts([*_facts(plan), ("planned in", show_time(seconds), "")])
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -140,9 +138,9 @@ def _cells(plan: Plan, heading: str, other: Plan) -> dict[str, str]:
     """Returns the cells of a plan in a table. The one of `heading` compares it with another."""
     row = {
         "step": show_time(plan.seconds),
-        heading: change(plan.seconds, other.seconds),
-        "bubble": f"{plan.timeline.bubble_ratio:.1%}",
-        "idle": f"{plan.timeline.idle_ratio:.1%}",
+        heading: show_change(plan.seconds, other.seconds),
+        "bubble": show_share(plan.timeline.bubble_ratio),
+        "idle": show_share(plan.timeline.idle_ratio),
     }
     if any(plan.memory):
         row["memory"] = show_size(max(plan.memory))
@@ -159,7 +157,7 @@ def print_shapes(plan: Plan, shapes: Sequence[Alternative]) -> None:
         if shape.plan is None:
             print(f"  {shape.choice}: {shape.problem}")
         elif shape.plan is not plan:
-            longer = change(shape.plan.step, plan.step)
+            longer = show_change(shape.plan.step, plan.step)
             print(f"  {shape.choice}: {show_time(shape.plan.step)} ({longer})")
 
 
@@ -304,7 +302,7 @@ def _rank_row(row: RankRow, table: RankTable, several_schedules: bool) -> dict[s
         size = best.mesh.micro_batch
         out["best micro_batch"] = str(size)
         if plan is not None and size != plan.mesh.micro_batch:
-            out["best micro_batch"] += f" ({change(best.seconds, plan.seconds)})"
+            out["best micro_batch"] += f" ({show_change(best.seconds, plan.seconds)})"
     return out
 
 
@@ -338,29 +336,6 @@ def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
-
-
-def change(seconds: float, other: float) -> str:
-    return f"{seconds / other - 1:+.1%}" if other else "-"
-
-
-def plus(counts: Sequence[int]) -> str:
-    return "+".join(map(str, counts))
-
-
-def show_time(seconds: float) -> str:
-    """Returns seconds with a unit, in four digits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if float(f"{seconds * scale:.4g}") >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
-
-
-def show_size(count: int) -> str:
-    """Returns bytes with a unit."""
-    if count < 1 << 20:
-        return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
-    return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"
 
 
 def limit_text(memory_limit: Limit) -> str:

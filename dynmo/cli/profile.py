@@ -5,7 +5,6 @@ It measures for a few steps. `dynmo plan` reads the file.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dynmo.cli.options import OfRun, command
-from dynmo.cli.output import compilation_told, print_table, progress
+from dynmo.cli.output import check_folder, compilation_told, print_json, print_table, progress
 from dynmo.cli.rank_process import (
     check_input,
     described_errors,
@@ -34,6 +33,7 @@ from dynmo.cli.rank_process import (
 )
 from dynmo.errors import InputError, RunError
 from dynmo.options import Count
+from dynmo.report.numbers import show_mebibytes, show_share
 
 if TYPE_CHECKING:
     from dynmo import LayerCost
@@ -89,8 +89,7 @@ def _check_out(out: Path) -> None:
     """Rejects another file of that name, or a missing folder, before the work begins."""
     from dynmo.cost.costs_file import KIND
 
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    check_folder("--out", out)
     if not out.exists():
         return
     try:
@@ -148,7 +147,7 @@ def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) ->
     assert options.out is not None
     write(options.out, measured)
     if options.as_json:
-        print(json.dumps({"file": str(options.out), **to_json(measured)}, allow_nan=False))
+        print_json({"file": str(options.out), **to_json(measured)})
     else:
         _print_text(measured, options.out)
     return 0
@@ -207,9 +206,9 @@ def _print_text(measured: Profile, out: Path) -> None:
     rows = [
         {"layer": name}
         | {f"{kind.upper()} ms": f"{getattr(layer, kind) * 1e3:.3f}" for kind in "fbw"}
-        | {"share": f"{layer.seconds / whole:.1%}", "parameters": f"{layer.parameters:,}"}
+        | {"share": show_share(layer.seconds / whole), "parameters": f"{layer.parameters:,}"}
         | {
-            f"{heading} MiB": f"{getattr(layer, size) / 2**20:,.2f}"
+            f"{heading} MiB": show_mebibytes(getattr(layer, size), 2)
             for heading, size in _SIZES.items()
         }
         for name, layer in zip(measured.names, measured.layers, strict=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.options import CommandOptions, command
-from dynmo.cli.output import check_plot, console_for_tables, save_plot
+from dynmo.cli.output import check_plot, console_for_tables, print_json, save_plot
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.cli.run_folder import check_run
 from dynmo.errors import DynmoError, InputError
@@ -48,7 +47,7 @@ def report(options: ReportOptions) -> None:
             "verdict": verdict(runs) if len(runs) > 1 else None,
             "differences": differ,
         }
-        print(json.dumps(answer))
+        print_json(answer, of_run=True)
     elif len(runs) == 1:
         _print_run(summaries[0], folders[0])
     else:

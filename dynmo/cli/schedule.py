@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import sys
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynmo.cli.options import CommandOptions, command
-from dynmo.cli.output import check_plot, compilation_told, save_plot
+from dynmo.cli.output import check_plot, compilation_told, print_facts, print_json, save_plot
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.files import read_text
 from dynmo.options import Count, NonNegative, Positive, Share
+from dynmo.report.numbers import show_time
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.catalogue import (
     SCHEDULES,
@@ -31,8 +31,6 @@ from dynmo.schedule.op import Kind, Schedule
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     Name = str
 else:
     Name = Literal[tuple(SCHEDULES)]
@@ -323,7 +321,7 @@ def _print_json(
         from dynmo.schedule.grid import draw
 
         result["grid"] = draw(timeline).plain
-    print(json.dumps(result, allow_nan=False))
+    print_json(result)
 
 
 def _print_text(
@@ -336,7 +334,7 @@ def _print_text(
     print(f"{result['schedule']}: {ranks} ranks, {microbatches} microbatches")
     if options.costs is None and options.tf is None:
         print("equal costs by default: F, B and W take 1 each (--tf, --tb, --tw, or --costs FILE)")
-    console.print(_table(result))
+    print_facts(_facts(result))
     if options.grid:
         from dynmo.schedule.grid import MIN_WIDTH, draw
 
@@ -349,19 +347,13 @@ def _print_text(
         sys.stdout.write(str(schedule))
 
 
-def _table(result: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+def _facts(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in (*_FIGURES, "lower_bound"):
-        table.add_row(key.replace("_", " "), f"{result[key]:.6g}")
+        yield key.replace("_", " "), f"{result[key]:.6g}", ""
     memory = result["peak_memory"]
-    table.add_row("peak memory", f"{max(memory):.6g}", f"on rank {memory.index(max(memory))}")
+    yield "peak memory", f"{max(memory):.6g}", f"on rank {memory.index(max(memory))}"
     if "proven" in result:
-        table.add_row("proven optimal", "yes" if result["proven"] else "no")
+        yield "proven optimal", "yes" if result["proven"] else "no", ""
     if "every_message" in result:
-        table.add_row("span, every message waited for", f"{result['every_message']['span']:.6g}")
-    table.add_row("made in", f"{result['seconds']:.2g}", "seconds")
-    return table
+        yield "span, every message waited for", f"{result['every_message']['span']:.6g}", ""
+    yield "made in", show_time(result["seconds"]), ""

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.options import CommandOptions, command
-from dynmo.cli.output import check_plot, compilation_told, print_table, save_plot
+from dynmo.cli.output import check_plot, compilation_told, print_json, print_table, save_plot
 from dynmo.cli.plan_text import needed_json, print_needed
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.errors import InputError
 from dynmo.options import NonNegative
+from dynmo.report.numbers import plus, show_mebibytes, show_share
 
 if TYPE_CHECKING:
     from dynmo.plan.replay import ReplayResult
@@ -55,7 +56,7 @@ def simulate(options: SimulateOptions) -> None:
         _plot(result, plot)
     record = to_json(result, seconds)
     if options.as_json:
-        print(json.dumps(record | needed_json(needed), allow_nan=False))
+        print_json(record | needed_json(needed))
         return
     _print_text(result, record)
     if needed:
@@ -140,6 +141,7 @@ def _moved(result: ReplayResult, first: int, stop: int) -> dict[str, Any]:
 
 def _print_text(result: ReplayResult, record: dict[str, Any]) -> None:
     workload, total = result.workload, record["total"]
+    moved = show_mebibytes(total["moved_bytes"])
     copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
     print(
         f"{workload.name}: {record['layers']} layers on {workload.ranks} ranks{copies}, "
@@ -150,8 +152,8 @@ def _print_text(result: ReplayResult, record: dict[str, Any]) -> None:
     print("", *picture(result), "", sep="\n")
     print(
         f"policy   {total['seconds']:.4g} s, {total['idle_ratio']:.1%} idle; {total['rebalances']} "
-        f"rebalances moved {total['moved_layers']} layers, {total['moved_bytes'] / 2**20:,.1f} MiB "
-        f"in {total['move_seconds']:.3g} s (of {len(result.rebalances)} proposed)\n"
+        f"rebalances moved {total['moved_layers']} layers, {moved} MiB in "
+        f"{total['move_seconds']:.3g} s (of {len(result.rebalances)} proposed)\n"
         f"static   {total['static_seconds']:.4g} s, {total['static_idle_ratio']:.1%} idle: the "
         f"policy is x{total['speedup']:.3f}\n"
         f"perfect  {total['perfect_seconds']:.4g} s, {total['perfect_idle_ratio']:.1%} idle: at "
@@ -171,11 +173,11 @@ def _row(phase: dict[str, Any]) -> dict[str, str]:
         "perfect": f"{phase['perfect']:.4g}",
         "speed-up": f"x{_ratio(static, phase['seconds']):.3f}",
         "at most": f"x{_ratio(static, phase['perfect']):.3f}",
-        "idle": f"{phase['idle_ratio']:.1%}",
-        "static idle": f"{phase['static_idle_ratio']:.1%}",
+        "idle": show_share(phase["idle_ratio"]),
+        "static idle": show_share(phase["static_idle_ratio"]),
         "moves": str(phase["moved_layers"]),
-        "MiB": f"{phase['moved_bytes'] / 2**20:,.1f}",
-        "layers": "+".join(map(str, phase["partition"])),
+        "MiB": show_mebibytes(phase["moved_bytes"]),
+        "layers": plus(phase["partition"]),
     }
 
 
@@ -232,7 +234,7 @@ def _replay_decisions(path: Path, as_json: bool) -> None:
             for record, again in rows
         ]
         same = all(record.answer == again.answer for record, again in rows)
-        print(json.dumps({"decisions": decisions, "same": same}, allow_nan=False))
+        print_json({"decisions": decisions, "same": same})
         return
     print_table(
         [

@@ -7,7 +7,6 @@ started is a rank itself. With `--join` it becomes a rank of a run that goes on.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dynmo.cli.options import OfRun, command
-from dynmo.cli.output import compilation_told, console_for_tables
+from dynmo.cli.output import compilation_told, console_for_tables, print_json
 from dynmo.cli.rank_process import (
     check_input,
     described_errors,
@@ -220,7 +219,7 @@ def _show(
     with printed_by_launcher():
         if options.as_json:
             summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
-            print(json.dumps(summary))
+            print_json(summary, of_run=True)
         else:
             _print_summary(folder, has_trained="step" in seen)
     if result.interrupted:
@@ -298,7 +297,7 @@ def _dry_run(config: Config, as_json: bool) -> None:
     if plan.activations_unknown is not None:
         _logger.warning(plan.activations_unknown)
     if as_json:
-        print(json.dumps(plan.to_json()))
+        print_json(plan.to_json())
         return
 
     console_for_tables().print(plan.table())

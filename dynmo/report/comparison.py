@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from dynmo.report.lines import busy_text, share_text
+from dynmo.report.lines import busy_text
+from dynmo.report.numbers import show_share
 from dynmo.report.summary import Summary, cut_phases
 
 NamedSummary = tuple[str, Summary]
@@ -58,9 +59,9 @@ def comparison_table(runs: Sequence[NamedSummary]) -> Table:
             if _last_change(runs, run) == _last_change(runs, first)
             else "-"
         ),
-        "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
-        "last phase: inherent bubble": lambda run: share_text(run.phases[-1].inherent_idle),
-        "last phase: other idle time": lambda run: share_text(run.phases[-1].other_idle),
+        "last phase: idle": lambda run: show_share(run.phases[-1].idle_ratio),
+        "last phase: inherent bubble": lambda run: show_share(run.phases[-1].inherent_idle),
+        "last phase: other idle time": lambda run: show_share(run.phases[-1].other_idle),
         "loss": lambda run: _or_dash(run.loss, ".6f"),
         "held-out loss": lambda run: _or_dash(run.held_out, ".6f"),
         "weights": lambda run: _or_dash(run.digest, ".12"),

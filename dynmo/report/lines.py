@@ -32,6 +32,7 @@ from dynmo.events import (
     SkippedEvent,
     StepResult,
 )
+from dynmo.report.numbers import plus, show_mebibytes, show_share
 from dynmo.report.summary import Changes, Phase, Summary
 
 _SLOW = 0.01  # share of the time that a run may wait for data
@@ -47,7 +48,7 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         measured: Share of a step that a move or a change of ranks has saved, if measured.
     """
     step, milliseconds = event.step, 1000 * getattr(event, "seconds", 0.0)
-    mebibytes = f"{getattr(event, 'moved_bytes', 0) / 2**20:.1f} MiB"
+    mebibytes = f"{show_mebibytes(getattr(event, 'moved_bytes', 0))} MiB"
     match event:
         case HeldOutEvent():
             return f"held out for evaluations: {event.held_out}"
@@ -84,8 +85,8 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
             )
             text = f"{event.case}, layers {', '.join(map(str, event.layers))}: {shares}"
         case CheckpointEvent():
-            size, seconds = event.bytes / 2**20, event.seconds
-            step, text = step + 1, f"saved {event.path} ({size:.1f} MiB in {seconds:.2f} s)"
+            size, seconds = show_mebibytes(event.bytes), event.seconds
+            step, text = step + 1, f"saved {event.path} ({size} MiB in {seconds:.2f} s)"
         case RepackEvent():
             slower = event.predicted_slowdown
             text = (
@@ -106,10 +107,6 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         case _:
             return None
     return f"step {step}: {text}"
-
-
-def plus(layers: Sequence[int]) -> str:
-    return "+".join(map(str, layers))
 
 
 def _under(event: RebalanceEvent) -> str:
@@ -138,7 +135,7 @@ def _resized(event: ResizeEvent) -> str:
     sizes = event.micro_batch
     resized = f", micro_batch {sizes[0]} to {sizes[1]}" if len({*sizes}) > 1 else ""
     return (
-        f"layers {plus(event.layers)}{replicas}{resized}, {event.moved_bytes / 2**20:.1f} MiB "
+        f"layers {plus(event.layers)}{replicas}{resized}, {show_mebibytes(event.moved_bytes)} MiB "
         f"moved, pause {event.seconds * 1000:.0f} ms"
     )
 
@@ -201,7 +198,7 @@ def overview(summary: Summary) -> str:
         figures.append(f"{summary.utilization:.1%} of the peak FLOP/s")
     if summary.memory:
         resident = " resident" * (summary.device == "cpu")  # Python and torch count, too
-        figures.append(f"at most {summary.memory / 2**20:,.0f} MiB{resident} on a rank")
+        figures.append(f"at most {show_mebibytes(summary.memory, 0)} MiB{resident} on a rank")
     if (data := summary.data) is not None:
         slow = " (the data is slower than the steps)" if data.waited > _SLOW else ""
         figures.append(f"{data.waited:.1%} waiting for data, {data.padding:.0%} padding{slow}")
@@ -217,9 +214,9 @@ _PHASE: dict[str, Callable[[Phase], str]] = {
     "frozen": lambda phase: str(phase.frozen),
     "s/step": lambda phase: f"{phase.seconds:.3f}",
     "tokens/s": lambda phase: f"{phase.tokens_per_s:,.0f}",
-    "idle": lambda phase: f"{phase.idle_ratio:.1%}",
-    "inherent\nbubble": lambda phase: share_text(phase.inherent_idle),
-    "other\nidle time": lambda phase: share_text(phase.other_idle),
+    "idle": lambda phase: show_share(phase.idle_ratio),
+    "inherent\nbubble": lambda phase: show_share(phase.inherent_idle),
+    "other\nidle time": lambda phase: show_share(phase.other_idle),
     "imbalance": lambda phase: f"{phase.imbalance:.2f}",
 }
 
@@ -252,10 +249,6 @@ def busy_text(runs: Sequence[Summary]) -> str | None:
     if load <= _BUSY * cores:
         return None
     return f"the machine was busy (load {load:.1f} on {cores} core{'' if cores == 1 else 's'})"
-
-
-def share_text(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 # -- a run that goes on ----------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_view_marks_what_counts(folder: Path, dynmo: Run) -> None:
     assert "import«return x" in done.out
     assert "held out for evaluations: 15 samples of jsonl:rows.jsonl" in done.out
     assert "microbatches of the first step, rows x tokens: " in done.out
-    assert "\ncut " in done.out
+    assert "\n cut " in done.out
     wide = dynmo("data", "run.toml", "--json", "--set", "model.sequence=128")
     whole = json.loads(wide.out)
     shorter = f"model.sequence={whole['longest'] - 1}"
