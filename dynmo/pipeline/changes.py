@@ -5,12 +5,14 @@ Every rank makes the same changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dynmo.change_events import ChangeEvent, TokensEvent
+from dynmo.errors import RunError
 from dynmo.events import PostValidationEvent
+from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.cases import Cases
@@ -124,6 +126,29 @@ class Changes:
         for event in self.rebalancer.consider(step):
             self._emit(event)
             self._keep_trace()
+
+    def move(self, step: int, partition: Partition | None, schedule: str | None) -> bool:
+        """Moves layers, or decides whether to. Returns whether the placement is another one now."""
+        store = self._engine.store
+        before = store.layout.partition
+        if partition is not None or schedule is not None:
+            Actions(self._engine).move(partition or before, schedule)
+        elif self.rebalancer.measured:
+            self.consider(step)
+        else:
+            raise RunError(
+                "move was called without a placement before a step was measured; train at "
+                "least one step first, or give the number of layers on each stage"
+            )
+        return store.layout.partition != before
+
+    def freeze(self, step: int, layers: Collection[int]) -> None:
+        Actions(self._engine).freeze(layers)
+        self._emit(self.rebalancer.on_workload_change(step))
+
+    def unfreeze(self, step: int, layers: Collection[int]) -> None:
+        Actions(self._engine).unfreeze(layers)
+        self._emit(self.rebalancer.on_workload_change(step))
 
     def _resize(self, elastic: Elasticity, step: int) -> None:
         def state() -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import Event
+from dynmo.events import CheckpointEvent, Event
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
@@ -40,6 +41,8 @@ from dynmo.pipeline.saving import (
     check_settings,
     find_checkpoint,
     restore_engine,
+    save_engine,
+    state_of,
 )
 from dynmo.pipeline.steps import Steps
 from dynmo.plan.partition import Partition
@@ -224,6 +227,38 @@ class Parts:
         after.cases.skipped = before.cases.skipped
         if before.elastic is not None:
             before.elastic.go_on(after.rebalancer, saved.state.reference)
+
+    def save(self, folder: Path, keep: int, extra: Mapping[str, Any], best: int | None) -> Path:
+        """Writes a checkpoint of the steps that are done. Returns its folder."""
+        changes, engine = self.changes, self.engine
+        self.steps.settle()
+        known: dict[str, Any] = {
+            "extra": extra,
+            "groups": self.optimizer.saved(),
+            "reference": None if changes.elastic is None else changes.elastic.reference,
+        }
+        done = self.steps.done
+        with engine.attempt():
+            engine.pending.final.check_names()
+            known["identity"] = self.identity.model_dump()
+            moves = changes.rebalancer.moves
+            state = state_of(engine, self.cases, loss=changes.loss, moves=moves, extra=known)
+            saved = save_engine(engine, folder, done, keep, state, best)
+        self.tell(CheckpointEvent(done - 1, str(saved.path), saved.bytes, saved.seconds))
+        return saved.path
+
+    def join(self, stopping: Callable[[], bool]) -> bool:
+        """Drops what this process has, and waits until it is a rank. False: the run is over."""
+        from dynmo.elastic.newcomer import join
+
+        identity = self.identity
+        if self.outside is None:
+            self.outside = self.steps.done
+            del self.engine, self.changes, self.steps
+            gc.collect()
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return join(self.world, identity, self.take_up, stopping)
 
     def take_up(self, text: str) -> None:
         """Becomes a rank of a running training, by rank 0's message."""

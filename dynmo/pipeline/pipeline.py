@@ -7,7 +7,6 @@ steps      the batch is cut, the engine trains on it, the result is made and tol
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.events import CheckpointEvent, StepResult
+from dynmo.events import StepResult
 from dynmo.models.model import Model
-from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.batch import Batch
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
@@ -27,7 +25,6 @@ from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOpti
 from dynmo.pipeline.options import Log, Parallel, PipelineOptions, Precision, Training
 from dynmo.pipeline.parts import Parts
 from dynmo.pipeline.results import Evaluation, Metrics
-from dynmo.pipeline.saving import save_engine, state_of
 from dynmo.pipeline.start import World
 from dynmo.pipeline.user_calls import check_kinds, former_member, former_read, public, whole_numbers
 from dynmo.pipeline.views import CaseView, Measured, MeshView
@@ -393,19 +390,10 @@ class Pipeline:
             ConfigError: This process differs from the training in its model, code or versions.
             WaitTimeout: Rank 0 gives no sign of life.
         """
-        from dynmo.elastic.newcomer import join
-
         if not self.left:
             raise RunError("this process is a rank already; call join() if pipeline.left is true")
-        parts, identity = self._parts, self._parts.identity
-        if parts.outside is None:
-            parts.outside = self.steps
-            del parts.engine, parts.changes, parts.steps
-            gc.collect()
-            if self._world.device.type == "cuda":
-                torch.cuda.empty_cache()
-        joined = join(self._world, identity, parts.take_up, stopping or (lambda: False))
-        self.extra = parts.extra
+        joined = self._parts.join(stopping or (lambda: False))
+        self.extra = self._parts.extra
         return joined
 
     # -- ranks and places of layers ----------------------------------------------------------------
@@ -439,12 +427,6 @@ class Pipeline:
         """
         from dynmo.pipeline.sampler import ReplicaSampler
 
-        replicas = self.mesh.shape[1]
-        if batch < 1 or batch % replicas or batch > len(dataset):
-            raise InputError(
-                f"batch = {batch}: give a multiple of {replicas} replicas, of at most "
-                f"{len(dataset)} samples of the dataset"
-            )
         place = lambda: (self.mesh.replica, self.mesh.shape[1])  # noqa: E731
         return ReplicaSampler(dataset, batch, place, shuffle=shuffle, seed=seed)
 
@@ -471,20 +453,9 @@ class Pipeline:
             PartitionError: The placement has another number of layers or stages.
             RunError: Nothing was measured that a decision could rest on.
         """
-        before = self.mesh.partition
-        if partition is None and schedule is None:
-            if not self._changes.rebalancer.measured:
-                raise RunError(
-                    "move was called without a placement before a step was measured; train at "
-                    "least one step first, or give the number of layers on each stage"
-                )
-            self._changes.consider(self.steps)
-        else:
-            partition = before if partition is None else partition
-            if not isinstance(partition, Partition):
-                partition = Partition(whole_numbers("partition", partition))
-            Actions(self._engine).move(partition, schedule)
-        return self.mesh.partition != before
+        if partition is not None and not isinstance(partition, Partition):
+            partition = Partition(whole_numbers("partition", partition))
+        return self._changes.move(self.steps, partition, schedule)
 
     # -- trained layers ----------------------------------------------------------------------------
 
@@ -498,8 +469,7 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer, or none would train.
         """
-        Actions(self._engine).freeze(whole_numbers("layers", layers))
-        self._parts.tell(self._changes.rebalancer.on_workload_change(self.steps))
+        self._changes.freeze(self.steps, whole_numbers("layers", layers))
 
     @public
     def unfreeze(self, layers: Collection[int]) -> None:
@@ -511,8 +481,7 @@ class Pipeline:
         Raises:
             PartitionError: There is no such layer.
         """
-        Actions(self._engine).unfreeze(whole_numbers("layers", layers))
-        self._parts.tell(self._changes.rebalancer.on_workload_change(self.steps))
+        self._changes.unfreeze(self.steps, whole_numbers("layers", layers))
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -541,22 +510,7 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
-        parts, changes, engine = self._parts, self._changes, self._engine
-        parts.steps.settle()
-        known: dict[str, Any] = {
-            "extra": extra or {},
-            "groups": parts.optimizer.saved(),
-            "reference": None if changes.elastic is None else changes.elastic.reference,
-        }
-        with engine.attempt():
-            engine.pending.final.check_names()
-            known["identity"] = parts.identity.model_dump()
-            moves = changes.rebalancer.moves
-            state = state_of(engine, parts.cases, loss=changes.loss, moves=moves, extra=known)
-            saved = save_engine(engine, Path(folder), self.steps, keep, state, best)
-        path = str(saved.path)
-        self._parts.tell(CheckpointEvent(self.steps - 1, path, saved.bytes, saved.seconds))
-        return saved.path
+        return self._parts.save(Path(folder), keep, extra or {}, best)
 
     @public
     def load(self, folder: str | Path) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
+from dynmo.errors import InputError
+
 
 class ReplicaSampler(Sampler[list[int]]):
     """Yields the indices of this replica's part of each batch. See `Pipeline.sampler`."""
@@ -20,6 +22,12 @@ class ReplicaSampler(Sampler[list[int]]):
         shuffle: bool,
         seed: int,
     ) -> None:
+        replicas = place()[1]
+        if batch < 1 or batch % replicas or batch > len(dataset):
+            raise InputError(
+                f"batch = {batch}: give a multiple of {replicas} replicas, of at most "
+                f"{len(dataset)} samples of the dataset"
+            )
         self._dataset, self._batch, self._place = dataset, batch, place
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
 

@@ -14,7 +14,7 @@ from dynmo.cost.readings import WINDOW
 from dynmo.errors import NoRoomError, RunError
 from dynmo.event_log import to_json
 from dynmo.events import Event
-from dynmo.pipeline import pipeline
+from dynmo.pipeline import steps
 from dynmo.pipeline.case import Change, Dynamism, Layers
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.meeting import Meeting
@@ -44,7 +44,7 @@ class Run:
         train = self.engine.train
         with (
             emulated_time() as time,
-            mock.patch.object(pipeline, "time", time),
+            mock.patch.object(steps, "time", time),
             mock.patch.object(migration, "time", time),
         ):
 
