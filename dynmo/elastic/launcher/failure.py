@@ -86,11 +86,12 @@ def verdict(
         raise error
     if not ended:
         return STOPPED if STOPPED in known else 0
+    how = " while starting or finishing"
     if asked > 1:
-        raise Interrupted("interrupted twice, so the ranks were ended at once")
-    if None in known:
-        raise Interrupted("interrupted; not every rank came to a stop in time, so they were ended")
-    raise Interrupted("interrupted while starting or finishing")
+        how = " twice, so the ranks were ended at once"
+    elif None in known:
+        how = "; not every rank came to a stop in time, so they were ended"
+    raise Interrupted(f"interrupted{how}")
 
 
 def how_it_ended(process: RankProcess, log: Path, on_terminal: bool = False) -> str:

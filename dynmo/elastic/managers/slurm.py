@@ -101,9 +101,9 @@ def _run(*command: str, folder: Path | None = None) -> str:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
-        if isinstance(error, FileNotFoundError) and error.filename == command[0]:
-            raise RunError(f"Slurm is not installed on this machine: cannot run {name}") from None
-        raise RunError(f"the launcher cannot run {name}: {error}") from None
+        is_absent = isinstance(error, FileNotFoundError) and error.filename == command[0]
+        why = "Slurm is not installed on this machine" if is_absent else error
+        raise RunError(f"the launcher cannot run {name}: {why}") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise RunError(f"{name} failed: {said or f'status {done.returncode}'}")

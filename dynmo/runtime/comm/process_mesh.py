@@ -23,7 +23,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dynmo.errors import ConfigError
 from dynmo.runtime.comm.headers import on_wire
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -34,16 +33,9 @@ def arrange(world: RankGroup, replicas: int) -> RankGroup:
 
     All ranks call it. They may call it again for another shape once nothing is under way. `peers`
     and `everyone` of the pipeline lead to the other ranks.
-
-    Raises:
-        ConfigError: The replicas do not divide the ranks.
     """
     everyone = meeting_of(world)
-    if everyone.size % replicas:
-        raise ConfigError(
-            f"{everyone.size} ranks cannot be {replicas} replicas of one pipeline; take a number "
-            "of replicas that divides them"
-        )
+    assert everyone.size % replicas == 0, "a pipeline's ranks times its replicas are all ranks"
     everyone.shape = replicas
     if replicas == 1:
         return everyone

@@ -70,11 +70,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         and _number(environ, "SLURM_NTASKS") > 1
     ):
         return _of_slurm(environ)
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        raise ConfigError(
-            "only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it"
-        )
-    return None
+    return _of_launcher(environ) if "RANK" in environ or "WORLD_SIZE" in environ else None
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:
@@ -82,7 +78,8 @@ def _number(environ: Mapping[str, str], key: str) -> int:
         return int(environ[key])
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{key} is {environ.get(key)!r}; the launcher must set it to a number"
+            f"{key} is {environ.get(key)!r}; the launcher must set it to a number: start the ranks "
+            "with torchrun or srun, or unset RANK and WORLD_SIZE"
         ) from None
 
 

@@ -38,9 +38,6 @@ from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.layer.census import Scalars, hooks_of, scalars_of, set_modes, set_scalars
 from dynmo.runtime.state.layer_tensors import Contents, Manifest, contents, describe, fill
 
-# Largest manifest. A tensor takes some 100 bytes of it, so no real one comes near.
-_MOST_TEXT = 64 << 20
-
 
 @dataclass(frozen=True)
 class Arrival:
@@ -133,7 +130,6 @@ class _Transit:
         text = b""
         try:
             text, tensors = pack(move.layer, *leaving(move.layer))
-            assert len(text) <= _MOST_TEXT, "no real layer has so many tensors"
             self._leaving.append((move, tensors))
         except Exception as error:
             self._failure = self._failure or error
@@ -234,12 +230,8 @@ def _take(world: RankGroup, move: Move, tensor: Tensor) -> Tensor:
 def _receive_text(world: RankGroup, move: Move) -> bytes:
     """Receives a manifest. It is empty if the source could not make one."""
     length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
-    if not 0 <= length <= _MOST_TEXT:
-        raise RunError(
-            f"the manifest of layer {move.layer} from {world.describe_rank(move.source)} has "
-            f"{length} bytes by its own account, and at most {_MOST_TEXT} are possible; "
-            "do all ranks run the same dynmo?"
-        )
+    what = f"the manifest of layer {move.layer} from {world.describe_rank(move.source)}"
+    check_announced(length, torch.device("cpu"), what)
     return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
 
 

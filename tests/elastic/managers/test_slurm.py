@@ -226,7 +226,9 @@ def test_missing_slurm_gives_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"Slurm is not installed.* scontrol show; leave out"):
+    with pytest.raises(
+        ConfigError, match=r"cannot run scontrol show: Slurm is not installed.*; leave out"
+    ):
         SlurmStarter(2, tmp_path)
 
 

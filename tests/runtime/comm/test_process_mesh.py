@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.errors import ConfigError
 from dynmo.kernels.split import float32_gradients, gradient_dtype
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.meeting import Meeting
@@ -216,7 +215,7 @@ def test_views_of_the_same_ranks(pool: Pool) -> None:
 
 
 def test_uneven_number_of_replicas_is_refused() -> None:
-    with pytest.raises(ConfigError, match="1 ranks cannot be 2 replicas"):
+    with pytest.raises(AssertionError, match="are all ranks"):
         arrange(alone(), 2)
     assert arrange(alone(), 1).replicas == 1
 

@@ -235,7 +235,7 @@ def test_layers_come_in_order() -> None:
 def test_manifest_length_is_bounded(pool: Pool, length: int) -> None:
     """The receiver does not allocate a size just because a peer announces it."""
     _, (_, told) = pool.run(JOBS + "announces", 2, length=length)
-    assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes")
+    assert told.startswith(f"the manifest of layer 2 from rank 0: it announces {length} bytes")
 
 
 def test_truncated_manifest_is_refused() -> None:
