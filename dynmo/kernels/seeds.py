@@ -32,10 +32,14 @@ def case_seed(seed: int, layer: int, step: int) -> int:
 
 def mix(*keys: int) -> int:
     """Make a 63-bit seed. Each key is added and the sum scrambled (splitmix64)."""
+    return _seed(_state(*keys))
+
+
+def _state(*keys: int) -> int:
     state = _START
     for key in keys:
         state = _mixed(state, key)
-    return (state ^ (state >> 32)) >> 1
+    return state
 
 
 def _mixed(state: int, key: int) -> int:
@@ -43,18 +47,17 @@ def _mixed(state: int, key: int) -> int:
     return (state ^ (state >> 29)) * 0x94D049BB133111EB & _MASK
 
 
-@lru_cache
-def _forward_state(seed: int, step: int, layer: int) -> int:
-    state = _START
-    for key in (seed, Purpose.FORWARD, step, layer):
-        state = _mixed(state, key)
-    return state
+def _seed(state: int) -> int:
+    return (state ^ (state >> 32)) >> 1
+
+
+_recent_state = lru_cache(_state)
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
     """Seed torch's generator of `device` for one layer and one microbatch."""
-    state = _mixed(_forward_state(seed, step, layer), microbatch)
-    generator_of(device).manual_seed((state ^ (state >> 32)) >> 1)
+    state = _recent_state(seed, Purpose.FORWARD, step, layer)
+    generator_of(device).manual_seed(_seed(_mixed(state, microbatch)))
 
 
 @contextmanager

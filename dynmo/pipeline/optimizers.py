@@ -15,14 +15,14 @@ from dynmo.options import find_own
 from dynmo.pipeline.optimizer_options import SGD, AdamW, NamedOptimizer
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.runtime.optim import fused
-from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
+from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
 
 # Options that torch's schedulers change, beside rates such as `initial_lr`.
 _SCHEDULED = ("lr", "momentum", "betas")
 _OF_SCHEDULERS = ("_lr", "_momentum")
 
 
-def settings_of(options: PipelineOptions) -> Settings:
+def settings_of(options: PipelineOptions) -> OptimizerSettings:
     given = options.optimizer
     if isinstance(given, SGD):
         given = partial(
@@ -38,7 +38,7 @@ def settings_of(options: PipelineOptions) -> Settings:
         )
     elif isinstance(given, NamedOptimizer):
         given = _named(given)
-    return Settings(given, options.groups)
+    return OptimizerSettings(given, options.groups)
 
 
 def _named(optimizer: NamedOptimizer) -> Callable[..., torch.optim.Optimizer]:

@@ -10,7 +10,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.partition import Layouts, RecomputeRule
-from dynmo.runtime.optim.parameter_groups import Settings
+from dynmo.runtime.optim.parameter_groups import OptimizerSettings
 from dynmo.runtime.optim.precision import LossScaler
 from dynmo.schedule.memory import Limit
 
@@ -61,7 +61,7 @@ class EngineOptions:
     memory_limit: Limit = None
     recompute: RecomputeRule = ()
     shapes: Shapes | None = None
-    optimizer: Settings = field(default_factory=Settings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     clip_scope: Literal["global", "local"] = "global"
     scaler: LossScaler | None = None
     post_validation: bool = False

@@ -9,14 +9,14 @@ from torch import nn
 
 from dynmo.runtime.optim import fused
 from dynmo.runtime.optim.optimizer import LayerOptimizer
-from dynmo.runtime.optim.parameter_groups import Group, Settings
+from dynmo.runtime.optim.parameter_groups import Group, OptimizerSettings
 from dynmo.runtime.optim.trial import Make
 from dynmo.runtime.optim.update import Update
 
 
-def settings(name: str, momentum: float = 0.9, **options: Any) -> Settings:
+def settings(name: str, momentum: float = 0.9, **options: Any) -> OptimizerSettings:
     """Settings of one of dynmo's own optimizers."""
-    return Settings(
+    return OptimizerSettings(
         partial(fused.SGD, momentum=momentum, **options)
         if name == "sgd"
         else partial(fused.AdamW, **options)

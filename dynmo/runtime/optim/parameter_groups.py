@@ -36,7 +36,7 @@ Rates = float | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizerSettings:
     """A function from groups of parameters to an optimizer, and the rule that makes the groups.
 
     The weight decay of `Fused` optimizers acts on matrices only (parameters of two or more
@@ -125,7 +125,11 @@ class ParameterGroups:
     """
 
     def __init__(
-        self, settings: Settings, model: Model, modules: Sequence[nn.Module], device: torch.device
+        self,
+        settings: OptimizerSettings,
+        model: Model,
+        modules: Sequence[nn.Module],
+        device: torch.device,
     ) -> None:
         self._settings = settings
         self.inverts = fused_class(settings.make) is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynmo.errors import ConfigError
 from dynmo.models.sequential import Sequential
 from dynmo.runtime.optim.optimizer import LayerOptimizer, shares_in
-from dynmo.runtime.optim.parameter_groups import ParameterGroups, Settings
+from dynmo.runtime.optim.parameter_groups import OptimizerSettings, ParameterGroups
 from dynmo.runtime.optim.trial import check_is_separable, is_elementwise
 from dynmo.runtime.optim.update import Update
 from tests.pipeline.optimizer_jobs import OPTIMIZERS, layers
@@ -32,7 +32,7 @@ def give(modules: list[nn.Module], step: int) -> None:
 
 
 def optimizers(name: str, modules: list[nn.Module]) -> list[LayerOptimizer]:
-    settings = Settings(OPTIMIZERS[name]["optimizer"], OPTIMIZERS[name].get("groups"))
+    settings = OptimizerSettings(OPTIMIZERS[name]["optimizer"], OPTIMIZERS[name].get("groups"))
     groups = ParameterGroups(settings, Sequential(modules), modules, CPU)
     return [LayerOptimizer(m, partial(groups.group, i)) for i, m in enumerate(modules)]
 
@@ -159,7 +159,7 @@ class InList(torch.optim.SGD):
 def test_optimizers_that_cannot_be_split_are_found(kind: Any, reason: str) -> None:
     module = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=reason):
-        ParameterGroups(Settings(kind), Sequential([module]), [module], CPU)
+        ParameterGroups(OptimizerSettings(kind), Sequential([module]), [module], CPU)
 
 
 class Trust(torch.optim.SGD):
