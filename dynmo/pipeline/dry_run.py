@@ -224,13 +224,21 @@ def check_later_ranks(options: PipelineOptions, model: Model, costs: tuple[Layer
     elastic, limit = options.elastic, options.memory_limit
     if limit is None or options.recompute != "none":
         return
-    keys = {
-        pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
+    # Ranks, replicas that they may form, and the key.
+    later: list[tuple[int, tuple[int, ...], str]] = [
+        (pipeline * data, (data,), f"elastic.reshape_at: [{step}, {pipeline}, {data}]")
         for step, pipeline, data in elastic.reshape_at
-    }
+    ]
     if elastic.target_ranks is not None:
-        keys[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
-    if options.zero and keys:  # each mesh divides the optimizer state by its own replicas
+        shapes = options.mesh_rule(model.layers).shapes(elastic.target_ranks)
+        fewer = tuple(data for _, data in shapes if data <= options.replicas)
+        key = f"elastic.target_ranks = {elastic.target_ranks}"
+        later.append((elastic.target_ranks, fewer, key))
+    zero = options.zero
+    if options.expert > 1:
+        # Replicas that share experts stay together, and the costs are of so many.
+        zero, later = 0, [(ranks, (options.replicas,), key) for ranks, _, key in later]
+    elif zero and later:  # each mesh divides the optimizer state by its own replicas
         costs, _ = known_costs(options.model_copy(update={"zero": 0}), model)
     # Any times will do, because only the memory counts.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
@@ -238,16 +246,16 @@ def check_later_ranks(options: PipelineOptions, model: Model, costs: tuple[Layer
     work = Work(
         chunks=options.chunks,
         accumulation_groups=options.accumulation_groups,
-        zero=options.zero,
+        zero=zero,
         post_validation=options.post_validation,
     )
-    for ranks, key in keys.items():
+    for ranks, replicas, key in later:
         allowed = Allowed(
             ranks,
             options.global_batch,
             (options.samples,),
             SHAPES if options.schedule == AUTO else (options.schedule,),
-            tuple(data for _, data in options.mesh_rule(model.layers).shapes(ranks)),
+            replicas,
         )
         try:
             search(Problem(profile, work, least_limit(limit)), allowed, quick=True)

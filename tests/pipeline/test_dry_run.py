@@ -144,6 +144,28 @@ def test_later_mesh_divides_the_optimizer_state_by_its_own_replicas(replicas: in
         changed(wanted - 1)
 
 
+@pytest.mark.parametrize("elastic", [{"reshape_at": [[3, 2, 2]]}, {"target_ranks": 4}])
+def test_later_mesh_holds_its_own_share_of_the_experts(elastic: dict[str, object]) -> None:
+    moe = {"kind": "moe", "experts": 4, "blocks": 2, "hidden": 8, "heads": 2, "sequence": 4}
+    train = {"micro_batch": 1, "global_batch": 8, "reduction_slots": 4}
+
+    def planned(ranks: int, **more: object) -> RunPlan:
+        mesh = {"pipeline": ranks, "replicas": 2, "expert": 2, "zero": 1}
+        return plan_run(parse({"model": moe, "train": train, "parallel": mesh} | more))
+
+    layers = len(planned(2).names)
+    placements = ({"initial": [first, layers - first]} for first in range(1, layers))
+    schedule = {"schedule": "1f1b"}
+    wanted = min(max(planned(2, balance=given, pipeline=schedule).memory) for given in placements)
+    fits, lacks = (
+        {"pipeline": schedule | {"memory_limit": limit}, "elastic": elastic}
+        for limit in (wanted, wanted - 1)
+    )
+    assert planned(3, **fits).limit == wanted
+    with pytest.raises(NoRoomError, match=f"needs {wanted} bytes, 1 over the limit"):
+        planned(3, **lacks)
+
+
 def test_gpipe_keeps_every_microbatch() -> None:
     config = parse(TINY | {"pipeline": {"schedule": "gpipe"}})
     costs = shape_costs(config.options, model_of(config))
