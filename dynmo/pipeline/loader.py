@@ -23,7 +23,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.rows import batches_of
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.comm.agreement import agree, maxima, share_failures, share_texts
+from dynmo.runtime.comm.agreement import agree, maxima, raised_on_all, share_texts
 
 _DEFAULT = DataOptions()
 
@@ -137,17 +137,11 @@ class Loader:
         """Raises ConfigError on every rank if a layer mixes the samples of a packed row."""
         from dynmo.models.huggingface.rows import check_packing
 
-        pipeline, error = self._pipeline, None
-        options = pipeline.mesh.model.options
-        if options is not None and options.kind == "hf":
-            try:
-                check_packing(cast(Any, pipeline.mesh.model), list(pipeline.mesh.modules))
-            except ConfigError as raised:
-                error = raised
-        for text in share_failures(
-            pipeline.mesh.world, error, "whether samples can be packed"
-        ).values():
-            raise ConfigError(text)
+        mesh = self._pipeline.mesh
+        options = mesh.model.options
+        with raised_on_all(mesh.world, ConfigError, "whether samples can be packed"):
+            if options is not None and options.kind == "hf":
+                check_packing(cast(Any, mesh.model), list(mesh.modules))
 
     def _place(self) -> tuple[int, ...]:
         """What the batches of this rank depend on, besides the step. It changes on all ranks."""

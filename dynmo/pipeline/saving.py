@@ -18,7 +18,7 @@ from dynmo.models.identity import Identity, first_of, identity_from
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case import Dynamism
-from dynmo.runtime.comm.agreement import agree, share_failures
+from dynmo.runtime.comm.agreement import agree, raised_on_all
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.census import evaluating_parts, set_modes
@@ -187,8 +187,8 @@ def restore_engine(engine: Engine, saved: SavedPipeline, cases: Sequence[Dynamis
     agree(engine.store.world, path.name, "which checkpoint to resume from")
     _restore_frozen(engine, state.frozen)
     engine.store.on_change(range(engine.model.layers))
-    failure: CheckpointError | None = None
-    try:
+    what = "the checkpoint's layers to be read"
+    with raised_on_all(engine.store.world, CheckpointError, what):
         if engine.store.world.everyone.rank == 0 and state.identity is not None:
             _warn_of_changes(engine.store.identity.with_code(cases), path, state.identity)
         for index in engine.store.layers:
@@ -199,11 +199,6 @@ def restore_engine(engine: Engine, saved: SavedPipeline, cases: Sequence[Dynamis
             tensors |= {("parameter", name): tensor for name, tensor in left_out.items()}
             restore_layer(engine, index, tensors, manifest.forms)
             _restore_modes(engine, path, index, manifest.evaluating)
-    except CheckpointError as error:
-        failure = error
-    failures = share_failures(engine.store.world, failure, "the checkpoint's layers to be read")
-    if failures:
-        raise failure or CheckpointError(next(iter(failures.values())))
     _restore_cases(engine, state, cases)
 
 

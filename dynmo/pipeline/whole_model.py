@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dynmo.errors import CheckpointError, RunError
 from dynmo.kernels.packed_weight import PackedWeight
 from dynmo.plan.partition import Move
-from dynmo.runtime.comm.agreement import share_failures
+from dynmo.runtime.comm.agreement import raised_on_all
 from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
@@ -64,12 +64,13 @@ class WholeModel:
         layer_store = self._pending.final
         world, layers = layer_store.world, range(layer_store.model.layers)
         announced = [self._announce(i, self._own_state(i, exact=False)) for i in layers]
-        given = self._check(state, announced) if world.everyone.rank == 0 else None
-        failure = given if isinstance(given, CheckpointError) else None
-        failures = share_failures(world, failure, "rank 0 to check the state")
-        if failures:
-            raise failure or CheckpointError(next(iter(failures.values())))
-        values = None if given is None else cast("Mapping[str, Tensor]", given)
+        values: Mapping[str, Tensor] | None = None
+        with raised_on_all(world, CheckpointError, "rank 0 to check the state"):
+            if world.everyone.rank == 0:
+                problem = self._problem(state, announced)
+                if problem is not None:
+                    raise CheckpointError(problem)
+                values = cast("Mapping[str, Tensor]", state)
         for index, announcement in enumerate(announced):
             arrived = {
                 key: self._broadcast(key, like, None if values is None else values[key])
@@ -140,46 +141,36 @@ class WholeModel:
             if name is not None and name in optimizer.masters:
                 optimizer.load(cut_state(optimizer, {f"{name}/master": value}))
 
-    def _check(
-        self, state: object, announced: list[dict[str, Tensor]]
-    ) -> Mapping[str, Tensor] | CheckpointError:
-        """Returns the state that rank 0 was given, or the error that says why it does not fit."""
+    def _problem(self, state: object, announced: list[dict[str, Tensor]]) -> str | None:
+        """Returns why the state that rank 0 was given does not fit, or None."""
         if not isinstance(state, Mapping):
             what = "None" if state is None else f"a {type(state).__name__}"
-            return CheckpointError(
-                f"the state is {what} on rank 0; give rank 0 the dict that state_dict returned"
-            )
+            return f"the state is {what} on rank 0; give rank 0 the dict that state_dict returned"
         expected = {key: like for layer in announced for key, like in layer.items()}
         given = cast("Mapping[str, object]", state)
         missing = next((key for key in expected if key not in given), None)
         if missing is not None:
-            return CheckpointError(
-                f"the state lacks {missing!r}; give the state of this model's layers"
-            )
+            return f"the state lacks {missing!r}; give the state of this model's layers"
         unknown = next((key for key in given if key not in expected), None)
         if unknown is not None:
-            return CheckpointError(
-                f"the state has {unknown!r}, which this model has not; leave it out"
-            )
+            return f"the state has {unknown!r}, which this model has not; leave it out"
         for key, like in expected.items():
             value = given[key]
             if not isinstance(value, Tensor):
-                return CheckpointError(
-                    f"{key!r} of the state is a {type(value).__name__}, no tensor"
-                )
+                return f"{key!r} of the state is a {type(value).__name__}, no tensor"
             if value.is_meta or value.layout != torch.strided:
-                return CheckpointError(f"{key!r} of the state has no values or is sparse")
+                return f"{key!r} of the state has no values or is sparse"
             if value.shape != like.shape:
-                return CheckpointError(
+                return (
                     f"{key!r} is {list(value.shape)} in the state, {list(like.shape)} in this model"
                 )
         tensors = cast("Mapping[str, Tensor]", state)
         for key, owner in self._tied.items():
             if not has_same_bits(tensors[key].detach().cpu(), tensors[owner].detach().cpu()):
-                return CheckpointError(
+                return (
                     f"{owner!r} and {key!r} are one weight of this model, but differ in the state"
                 )
-        return tensors
+        return None
 
 
 def join_outputs(
@@ -191,22 +182,19 @@ def join_outputs(
     """
     outputs = [microbatches[number] for number in sorted(microbatches)]
     joined: Tensor | tuple[Tensor, ...] | None = None
-    failure: RunError | None = None
-    try:
-        if len(outputs) == 1:
-            joined = cast("Tensor | tuple[Tensor, ...]", outputs[0])
-        elif outputs and isinstance(outputs[0], tuple):
-            several = zip(*cast("list[tuple[Tensor, ...]]", outputs), strict=True)
-            joined = tuple(torch.cat(parts) for parts in several)
-        elif outputs:
-            joined = torch.cat(cast("list[Tensor]", outputs))
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        failure = RunError(
-            f"the last layer's outputs of a batch cannot be concatenated ({reason}); call "
-            "evaluate without outputs=True"
-        )
-    failures = share_failures(world, failure, "the outputs of the batch")
-    if failures:
-        raise failure or RunError(next(iter(failures.values())))
+    with raised_on_all(world, RunError, "the outputs of the batch"):
+        try:
+            if len(outputs) == 1:
+                joined = cast("Tensor | tuple[Tensor, ...]", outputs[0])
+            elif outputs and isinstance(outputs[0], tuple):
+                several = zip(*cast("list[tuple[Tensor, ...]]", outputs), strict=True)
+                joined = tuple(torch.cat(parts) for parts in several)
+            elif outputs:
+                joined = torch.cat(cast("list[Tensor]", outputs))
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"the last layer's outputs of a batch cannot be concatenated ({reason}); call "
+                "evaluate without outputs=True"
+            ) from None
     return joined

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dynmo.errors import RunError
+from dynmo.errors import DynmoError, RunError
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import first_line
 
@@ -92,6 +92,24 @@ def share_failures(world: RankGroup, error: BaseException | None, what: str) -> 
         reason = error.strerror if isinstance(error, OSError) else None
         text = (reason or first_line(error) or type(error).__name__)[:_REASON_LETTERS]
     return {rank: text for rank, text in enumerate(share_texts(world, text, what)) if text}
+
+
+@contextmanager
+def raised_on_all(world: RankGroup, kind: type[DynmoError], what: str) -> Iterator[None]:
+    """Runs what some ranks may fail at, and raises such an error on all ranks.
+
+    Args:
+        kind: Class of the error.
+        what: What the ranks wait for here, for messages.
+    """
+    failure: DynmoError | None = None
+    try:
+        yield
+    except kind as error:
+        failure = error
+    failures = share_failures(world, failure, what)
+    if failures:
+        raise failure or kind(next(iter(failures.values())))
 
 
 def share_texts(world: RankGroup, text: str, what: str) -> list[str]:

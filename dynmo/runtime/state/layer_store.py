@@ -25,7 +25,7 @@ from dynmo.models.group_placement import GroupPlacement
 from dynmo.models.identity import identity_of
 from dynmo.models.model import Model
 from dynmo.plan.partition import Layout, Move
-from dynmo.runtime.comm.agreement import share_failures
+from dynmo.runtime.comm.agreement import raised_on_all
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -307,17 +307,11 @@ class LayerStore:
         Args:
             moving: Layers that are to move. A move gives them new tensors.
         """
-        failure = None
-        try:
+        with raised_on_all(self.world, ConfigError, "the parameters of all layers"):
             for index, layer in self.layers.items():
                 layer.census.check_names()
                 if index in moving:
                     layer.census.check_move(self._tied(index))
-        except ConfigError as error:
-            failure = error
-        failures = share_failures(self.world, failure, "the parameters of all layers")
-        if failures:
-            raise ConfigError(next(iter(failures.values()))) from failure
 
     def check_arrival(self, move: Move, arrival: Arrival) -> None:
         """Refuses a layer whose hooks or packed weights this rank does not have."""
