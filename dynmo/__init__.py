@@ -102,51 +102,8 @@ _HOMES = {
     "register_split": "dynmo.kernels.deferral",
 }
 
-__all__ = [
-    "SGD",
-    "AdamW",
-    "Balance",
-    "Change",
-    "Csv",
-    "Dynamism",
-    "DynmoError",
-    "EarlyExit",
-    "Elastic",
-    "Experts",
-    "Forecast",
-    "Freezing",
-    "LayerCost",
-    "Layers",
-    "LearningRate",
-    "Loader",
-    "Log",
-    "MixtureOfDepths",
-    "Model",
-    "ModelOptions",
-    "Parallel",
-    "Partition",
-    "Pipeline",
-    "PipelineOptions",
-    "Pruning",
-    "RunPlan",
-    "Sequential",
-    "Signals",
-    "SparseAttention",
-    "StepResult",
-    "TensorBoard",
-    "Training",
-    "WandB",
-    "World",
-    "__version__",
-    "dry_run",
-    "init",
-    "load_model",
-    "next_token_loss",
-    "register_split",
-]
-
-
 if not TYPE_CHECKING:
+    __all__ = ["__version__", *_HOMES]
 
     def __getattr__(name: str) -> Any:
         """Loads a public name when it is first used (PEP 562)."""
@@ -162,6 +119,5 @@ if not TYPE_CHECKING:
         globals()[name] = value
         return value
 
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "huggingface"])
+    def __dir__() -> list[str]:
+        return sorted([*__all__, "huggingface"])

@@ -64,36 +64,8 @@ _HOMES = {
     "tiled": "dynmo.kernels.tiled",
 }
 
-__all__ = [
-    "Bytes",
-    "CaseOptions",
-    "ConfigError",
-    "Count",
-    "CountingCase",
-    "Counts",
-    "FrozenPrefix",
-    "GroupPlacement",
-    "GroupedLinear",
-    "Listed",
-    "PackedWeight",
-    "RunFacts",
-    "SplitLinear",
-    "TokenShares",
-    "WeightTape",
-    "Whole",
-    "add_loss",
-    "case_seed",
-    "evaluate",
-    "exchange_rows",
-    "gpt",
-    "jit",
-    "layers_that",
-    "seed_forward",
-    "tiled",
-]
-
-
 if not TYPE_CHECKING:
+    __all__ = [*_HOMES]
 
     def __getattr__(name: str) -> Any:
         """Loads a name when it is first used (PEP 562)."""
@@ -106,6 +78,5 @@ if not TYPE_CHECKING:
         value = globals()[name] = getattr(home, name, home)  # some are modules
         return value
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__() -> list[str]:
+        return sorted(__all__)

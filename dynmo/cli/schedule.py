@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dynmo.cli.options import CommandOptions, command
 from dynmo.cli.output import check_plot, compilation_told, print_facts, print_json, save_plot
+from dynmo.cost.input_file import read_text
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
-from dynmo.files import read_text
 from dynmo.options import Count, NonNegative, Positive, Share
 from dynmo.report.numbers import show_time
 from dynmo.schedule.bounds import Objective, lower_bound
@@ -182,11 +182,9 @@ def _check_finite(*figures: float) -> None:
 def _read(path: Path) -> Schedule:
     from dynmo.schedule.torch_csv import from_torch_csv
 
+    text = read_text(path, f"torch CSV {path}")
     try:
-        return from_torch_csv(read_text(path), name="torch")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None
+        return from_torch_csv(text, name="torch")
     except ScheduleError as error:
         raise ScheduleError(f"torch CSV {path}: {error}") from None
 

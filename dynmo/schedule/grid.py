@@ -26,7 +26,6 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from dynmo.errors import InputError
 from dynmo.schedule.op import Kind, Op
 from dynmo.schedule.simulator import Span, Timeline
 
@@ -58,8 +57,7 @@ def draw(timeline: Timeline, width: int = 120) -> Text:
     """
     from rich.text import Text
 
-    if width < MIN_WIDTH:
-        raise InputError(f"a grid of {width} columns; at least {MIN_WIDTH} are needed")
+    assert width >= MIN_WIDTH, f"a grid has at least {MIN_WIDTH} columns"
     label = len(str(len(timeline.ranks) - 1))
     columns = width - label - 3
     scale = _scale(timeline, columns)
