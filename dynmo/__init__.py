@@ -101,6 +101,7 @@ _HOMES = {
     "next_token_loss": "dynmo.models.loss",
     "register_split": "dynmo.kernels.deferral",
 }
+__all__: list[str]
 
 if not TYPE_CHECKING:
     __all__ = ["__version__", *_HOMES]

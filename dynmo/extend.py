@@ -63,6 +63,7 @@ _HOMES = {
     "seed_forward": "dynmo.kernels.seeds",
     "tiled": "dynmo.kernels.tiled",
 }
+__all__: list[str]
 
 if not TYPE_CHECKING:
     __all__ = [*_HOMES]
