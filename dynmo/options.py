@@ -251,7 +251,7 @@ def find_own(key: str, value: str) -> Callable[..., Any]:
     where = f"{key} {value!r}"
     module_name, _, name = value.removeprefix("python:").partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         moved = (error.name or "").startswith("dynmo.")
         remedy = (
@@ -264,8 +264,10 @@ def find_own(key: str, value: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{where}: importing {module_name} raised {type(error).__name__}: {error}{place(error)}"
         ) from error
+    found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{where}: {module_name} has no function {name}")
+        file = getattr(module, "__file__", None)
+        raise ConfigError(f"{where}: {module_name} has no function {name} ({file})")
 
     @wraps(found)
     def call(*arguments: Any) -> Any:
@@ -273,7 +275,7 @@ def find_own(key: str, value: str) -> Callable[..., Any]:
             return found(*arguments)
         except InputError:
             raise
-        except Exception as error:  # anything that the user's code raises
+        except (Exception, SystemExit) as error:  # anything that the user's code raises
             raise ConfigError(
                 f"{where}: raised {type(error).__name__}: {error}{place(error)}"
             ) from error

@@ -17,9 +17,10 @@ from dynmo.kernels.torch_private import tree_leaves
 from dynmo.models import emulated, gpt
 from dynmo.models.copies import as_fakes, copied, without_memory
 from dynmo.models.loss import Loss, next_token_loss
-from dynmo.models.model import Model, defined_in, described, from_factories
+from dynmo.models.model import Model, defined_in, from_factories
 from dynmo.models.options import ModelOptions
 from dynmo.models.sequential import Sequential
+from dynmo.options import find_own
 
 # Functions that make a model of options, seed and options of cases, or where they are.
 KINDS: dict[str, Callable[[ModelOptions, int, Iterable[Any]], Model] | str] = {
@@ -75,17 +76,16 @@ def from_function(path: str, seed: int) -> Model:
     for `Sequential`. The function is called once, on torch's default device, and its modules are
     handed out when they are built first.
     """
-    where = f"model.kind = 'python:{path}'"
-    function = _find_function(where, path)
-    first = _called(where, path, function, seed)
+    function = find_own("model.kind =", f"python:{path}")
+    first = _called(path, function, seed)
     if isinstance(first.given[0], nn.Module):
-        build = _Modules(first, lambda: _called(where, path, function, seed)).build
+        build = _Modules(first, lambda: _called(path, function, seed)).build
     else:
         build = from_factories(first.names, first.given, seed, first.loss, first.tied).build
     try:
         layers = build(())
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"model.kind = 'python:{path}': {error}") from error
     return Model(
         tuple(f"{index}.{type(layer).__name__}" for index, layer in enumerate(layers)),
         build,
@@ -136,33 +136,11 @@ def _anywhere(loss: Loss) -> Loss:
     return run
 
 
-def _find_function(where: str, path: str) -> Callable[[], object]:
-    module_name, _, function_name = path.partition(":")
-    if not module_name or not function_name:
-        raise ConfigError(f"{where}: expected python:package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # anything that the user's code raises
-        raise ConfigError(
-            f"{where}: cannot import {module_name} ({described(error)}); run from its folder or "
-            "install it"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        file = getattr(module, "__file__", None)
-        raise ConfigError(f"{where}: {module_name} ({file}) has no function {function_name}")
-    return function
-
-
-def _called(where: str, path: str, function: Callable[[], object], seed: int) -> Sequential:
+def _called(path: str, function: Callable[[], object], seed: int) -> Sequential:
     """Calls the user's function. Each call makes the layers anew, from the same bits."""
-    name = path.partition(":")[2]
-    try:
-        with generators_kept(torch.device("cpu")):
-            torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
-            returned = function()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: {name}() raised {described(error)}") from error
+    with generators_kept(torch.device("cpu")):
+        torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
+        returned = function()
     if isinstance(returned, Sequential):
         return returned
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else None
@@ -170,4 +148,7 @@ def _called(where: str, path: str, function: Callable[[], object], seed: int) ->
     try:
         return Sequential(cast(Any, layers), cast(Any, loss))
     except ConfigError as error:
-        raise ConfigError(f"{where}: what {name}() returns: {error}") from error
+        name = path.partition(":")[2]
+        raise ConfigError(
+            f"model.kind = 'python:{path}': what {name}() returns: {error}"
+        ) from error

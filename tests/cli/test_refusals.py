@@ -175,7 +175,7 @@ def test_import_error_shows_its_cause(filled: Path, rank: Run) -> None:
     done = rank(filled, "run.toml", sets=sets)
     assert done.status == 2
     assert "KeyError: 'the real cause'" in done.err
-    assert "cannot import broken (ImportError: no backend" in done.err.splitlines()[-1]
+    assert "cannot import broken: no backend; run from its folder" in done.err.splitlines()[-1]
 
 
 def test_saved_config_with_invalid_text_is_refused(filled: Path, run: Run) -> None:
