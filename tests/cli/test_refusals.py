@@ -149,7 +149,7 @@ def test_internal_error_is_not_swallowed() -> None:
 
 def test_model_that_calls_exit_is_refused(own: Path, run: Run) -> None:
     done = run(own, "run.toml", "--dry-run", sets=of("leaves"))
-    assert_refused(done, "leaves()", "SystemExit: 0 (own.py:42)")
+    assert_refused(done, ":leaves'", "SystemExit: 0 (own.py:42)")
 
 
 # -- what lies in the folder -----------------------------------------------------------------------
