@@ -59,12 +59,9 @@ def _leave_out(kind: type, name: str) -> None:
 
 
 def _check(device: torch.device) -> None:
-    if device.type == "cuda" and not has_triton():
-        raise ConfigError(
-            "train.compile = true needs Triton on CUDA; install it, or set train.compile = false"
-        )
-    if device.type != "cuda" and not has_cpp_compiler():
-        raise ConfigError(
-            "train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or "
-            "set it to false"
-        )
+    if device.type == "cuda":
+        is_there, needs = has_triton(), "Triton on CUDA; install it"
+    else:
+        is_there, needs = has_cpp_compiler(), "a C++ compiler on CPU (g++ or clang++); install one"
+    if not is_there:
+        raise ConfigError(f"train.compile = true needs {needs}, or set train.compile = false")

@@ -51,24 +51,9 @@ class Outputs:
         if is_plain(out):
             return (out,)
         outputs = as_tuple(out)
-        what = f"{self._name} returned"
-        if len(outputs) > MOST_TENSORS:
-            raise ConfigError(
-                f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let "
-                "it stack them"
-            )
-        if not outputs:
-            raise ConfigError(f"{what} an empty {type(out).__name__}; a layer hands on a tensor")
-        for y in outputs:
-            if not isinstance(y, Tensor):
-                among = "" if y is out else f" among its {len(outputs)} outputs"
-                raise ConfigError(
-                    f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of "
-                    "tensors"
-                )
-            reason = obstacle(y)
-            if reason is not None:
-                raise ConfigError(f"{what} {reason}")
+        problem = _problem(out, outputs)
+        if problem is not None:
+            raise ConfigError(f"{self._name} returned {problem}")
         return tuple(y.contiguous() for y in outputs)
 
     def differentiable(
@@ -139,6 +124,24 @@ class Outputs:
             found = [y.is_floating_point() for y in outputs]
         self._have_trained = found
         return tuple(found)
+
+
+def _problem(out: object, outputs: tuple[Any, ...]) -> str | None:
+    """Returns why a layer cannot hand on its outputs, or None if it can."""
+    if len(outputs) > MOST_TENSORS:
+        return (
+            f"{len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let it stack them"
+        )
+    if not outputs:
+        return f"an empty {type(out).__name__}; a layer hands on a tensor"
+    for y in outputs:
+        if not isinstance(y, Tensor):
+            among = "" if y is out else f" among its {len(outputs)} outputs"
+            return f"a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors"
+        reason = obstacle(y)
+        if reason is not None:
+            return reason
+    return None
 
 
 def as_tuple(out: Any) -> tuple[Any, ...]:

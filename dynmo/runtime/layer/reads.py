@@ -52,12 +52,13 @@ def check_leaves(who: str, leaves: Iterable[Tensor], module: nn.Module, others: 
     foreign = {x for x in leaves if isinstance(x, nn.Parameter)} - {*gradient_parameters(module)}
     for parameter in foreign:
         name = others().get(storage_of(parameter) or 0)
-        if name is not None:
-            raise ConfigError(f"{who} reads {name}, {_ADVICE}")
-        raise ConfigError(
-            f"{who} trains a parameter of shape {list(parameter.shape)} that is in no layer, so no "
-            "optimizer has it; register it in the layer, or in the last layer for the loss"
-        )
+        problem = f"reads {name}, {_ADVICE}"
+        if name is None:
+            problem = (
+                f"trains a parameter of shape {list(parameter.shape)} that is in no layer, so no "
+                "optimizer has it; register it in the layer, or in the last layer for the loss"
+            )
+        raise ConfigError(f"{who} {problem}")
 
 
 def mark_aliases(outputs: Sequence[Tensor], marked: Sequence[Tensor], living: list[Tensor]) -> None:
