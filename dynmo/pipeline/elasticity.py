@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -43,27 +43,6 @@ from dynmo.runtime.state.migration import Migration
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Another mesh, and why the run goes there.
-
-    Attributes:
-        gain: Predicted share of a step that the mesh saves, negative for a slowdown.
-    """
-
-    mesh: NextMesh
-    reason: str
-    gain: float | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.mesh.pipeline, self.mesh.replicas
-
-    @property
-    def ranks(self) -> int:
-        return self.mesh.pipeline * self.mesh.replicas
 
 
 class Elasticity:
@@ -183,12 +162,12 @@ class Elasticity:
         if not self.acts(step):
             return False
         self._must_decide, size = False, self._everyone.size
-        plan = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
-        if plan is None or plan.ranks == size:
+        mesh = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
+        if mesh is None or mesh.ranks == size:
             return False
-        return self._shrink(step, plan) if plan.ranks < size else self._grow(step, plan, state)
+        return self._shrink(step, mesh) if mesh.ranks < size else self._grow(step, mesh, state)
 
-    def _planned(self, step: int) -> _Plan | None:
+    def _planned(self, step: int) -> NextMesh | None:
         """Returns the config's mesh for this step, unless its newcomers do not come."""
         shape = self.options.shape_at(step)
         missing = shape[0] * shape[1] - self._everyone.size
@@ -197,9 +176,9 @@ class Elasticity:
             return None
         self._postponed = None
         partition = first_partition(self.options, self._pipeline.model.layers, shape[0])
-        return _Plan(NextMesh(*shape, partition, self.options.all_microbatches), "planned")
+        return NextMesh(*shape, partition, self.options.all_microbatches, "planned")
 
-    def _ask_planner(self, step: int) -> _Plan | None:
+    def _ask_planner(self, step: int) -> NextMesh | None:
         if not self._rebalancer.measured:
             return None
         elastic, size = self.options.elastic, self._everyone.size
@@ -219,8 +198,14 @@ class Elasticity:
             return None
         mesh = decision.plan.mesh
         microbatches = mesh.microbatches * mesh.replicas
-        target = NextMesh(mesh.pipeline, mesh.replicas, decision.plan.partition, microbatches)
-        return _Plan(target, decision.verdict.reason, decision.verdict.gain)
+        return NextMesh(
+            mesh.pipeline,
+            mesh.replicas,
+            decision.plan.partition,
+            microbatches,
+            decision.verdict.reason,
+            decision.verdict.gain,
+        )
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until all missing newcomers are there. Returns the number of present ones."""
@@ -254,16 +239,16 @@ class Elasticity:
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def _shrink(self, step: int, plan: _Plan) -> bool:
+    def _shrink(self, step: int, mesh: NextMesh) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
         rank, before = self._everyone.rank, (self._everyone.size, pipeline.store.layout.shape)
         places = self._places()
-        staying = self._staying_ranks(_nodes(places), plan)
+        staying = self._staying_ranks(_nodes(places), mesh)
         handed = "" if 0 in staying else self._hand_over()
         try:
-            migration = Resizing(pipeline).shrink(staying, plan.mesh)
+            migration = Resizing(pipeline).shrink(staying, mesh)
         except (NoRoomError, ResizeFailed) as error:
-            self._postponed = plan.shape
+            self._postponed = mesh.shape
             self._tell(FaultEvent(step, f"the run keeps its {len(places)} ranks: {error}"))
             return False
         self.left = rank not in staying
@@ -274,9 +259,9 @@ class Elasticity:
         left = [place for place in places if place.rank not in staying]
         if self._newcomers is not None:
             self._newcomers.on_resize([places[rank] for rank in staying], left)
-        slowdown, names = None if plan.gain is None else -plan.gain, tuple(map(str, left))
+        slowdown, names = None if mesh.gain is None else -mesh.gain, tuple(map(str, left))
         event = partial(RepackEvent, predicted_slowdown=slowdown, left=names)
-        self._on_resize(step, plan, before, migration, start, event)
+        self._on_resize(step, mesh, before, migration, start, event)
         return True
 
     def _hand_over(self) -> str:
@@ -293,57 +278,57 @@ class Elasticity:
     def _on_resize(
         self,
         step: int,
-        plan: _Plan,
+        mesh: NextMesh,
         before: tuple[int, tuple[int, ...]],
         migration: Migration,
         start: float,
         event: Callable[..., Event],
     ) -> None:
-        """Counts, takes up the plan's microbatches, and tells. `before` is the former size."""
+        """Counts, takes up the mesh's microbatches, and tells. `before` is the former size."""
         seconds, size = time.perf_counter() - start, self.options.samples
-        if plan.mesh.microbatches != self.options.all_microbatches:
-            self.options = self.options.with_microbatches(plan.mesh.microbatches)
+        if mesh.microbatches != self.options.all_microbatches:
+            self.options = self.options.with_microbatches(mesh.microbatches)
             self._rebalancer.use(self.options)
         moment = time.monotonic()
         self._returned += (self._most_ranks - before[0]) * (moment - self._since)
-        self._since, self._most_ranks = moment, max(self._most_ranks, plan.ranks)
+        self._since, self._most_ranks = moment, max(self._most_ranks, mesh.ranks)
         self._wanted_ranks, self._refused, self._must_decide = None, 0, False
-        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
+        number, result = self._rebalancer.on_resize(step, mesh.gain, seconds)
         change = event(
             step,
             id=number,
             ranks_before=before[0],
-            ranks_after=plan.ranks,
+            ranks_after=mesh.ranks,
             source=before[1],
-            target=plan.shape,
+            target=mesh.shape,
             micro_batch=(size, self.options.samples),
-            layers=plan.mesh.partition.counts,
+            layers=mesh.partition.counts,
             moved_bytes=migration.moved_bytes,
             seconds=seconds,
-            reason=plan.reason,
+            reason=mesh.reason,
         )
         self._tell(result, change)
 
-    def _staying_ranks(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
+    def _staying_ranks(self, nodes: Sequence[str], mesh: NextMesh) -> tuple[int, ...]:
         if self.options.expert == 1:
-            return kept_ranks(nodes, plan.ranks)
+            return kept_ranks(nodes, mesh.ranks)
         # Replicas hold different weights, so they stay together.
-        replicas = plan.shape[1]
-        positions = kept_ranks(nodes[::replicas], plan.shape[0])
+        replicas = mesh.shape[1]
+        positions = kept_ranks(nodes[::replicas], mesh.shape[0])
         return tuple(
             position * replicas + replica for position in positions for replica in range(replicas)
         )
 
-    def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
+    def _grow(self, step: int, mesh: NextMesh, state: Callable[[], dict[str, Any]]) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
         before = (self._everyone.size, pipeline.store.layout.shape)
-        joined = self._let_in(step, plan, state())
+        joined = self._let_in(step, mesh, state())
         try:
             migration = Resizing(pipeline).grow(
-                plan.ranks - before[0], plan.mesh, self.options.elastic.join_timeout
+                mesh.ranks - before[0], mesh, self.options.elastic.join_timeout
             )
         except ResizeFailed as error:
-            self._postponed = plan.shape
+            self._postponed = mesh.shape
             self._rebalancer.on_resize(step, None)
             self._tell(FaultEvent(step, str(error)))
             return True
@@ -354,14 +339,14 @@ class Elasticity:
         def event(step: int, **rest: Any) -> Event:
             returned = self.gpu_seconds_returned
             return GrowEvent(
-                step, predicted_gain=plan.gain, joined=names, gpu_seconds_returned=returned, **rest
+                step, predicted_gain=mesh.gain, joined=names, gpu_seconds_returned=returned, **rest
             )
 
-        self._on_resize(step, plan, before, migration, start, event)
+        self._on_resize(step, mesh, before, migration, start, event)
         return True
 
-    def _let_in(self, step: int, plan: _Plan, state: dict[str, Any]) -> list[RankPlace]:
-        """Lets the newcomers of a plan in, on rank 0. Returns where they run."""
+    def _let_in(self, step: int, mesh: NextMesh, state: dict[str, Any]) -> list[RankPlace]:
+        """Lets the newcomers of a mesh in, on rank 0. Returns where they run."""
         self._places_before = self._places()
         if self._newcomers is None:
             return []
@@ -372,17 +357,17 @@ class Elasticity:
             rank=size,
             generation=self._everyone.generation + 1,
             step=step,
-            shape=plan.shape,
-            layers=plan.mesh.partition.counts,
+            shape=mesh.shape,
+            layers=mesh.partition.counts,
             shape_before=(layout.shape[0], layout.shape[1]),
             layers_before=layout.partition.counts,
             state=state,
             costs=pipeline.schedule_maker.known,
             reference=self.reference,
-            microbatches=plan.mesh.microbatches,
+            microbatches=mesh.microbatches,
             groups=tuple((layer, each.holders) for layer, each in sorted(groups.items())),
         )
-        ranks = range(size, plan.ranks)
+        ranks = range(size, mesh.ranks)
         return self._newcomers.let_in(
             [message.model_copy(update={"rank": rank}).to_text() for rank in ranks]
         )

@@ -34,7 +34,7 @@ class ResizeFailed(RunError):
 
 @dataclass(frozen=True)
 class NextMesh:
-    """The mesh in which the run goes on.
+    """The mesh in which the run goes on, and why.
 
     Attributes:
         pipeline: Number of ranks of a pipeline.
@@ -42,12 +42,23 @@ class NextMesh:
         partition: Layers on each new stage.
         microbatches: Number of microbatches of all replicas. The numbers change if the batch is cut
             otherwise from now on.
+        gain: Predicted share of a step that the mesh saves, negative for a slowdown.
     """
 
     pipeline: int
     replicas: int
     partition: Partition
     microbatches: int
+    reason: str = ""
+    gain: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pipeline, self.replicas
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.replicas
 
     def layout(self, layouts: Layouts, before: Layout) -> Layout:
         return layouts.resized(
@@ -188,10 +199,12 @@ class Resizing(Actions):
         raise ResizeFailed(f"{error}; the run goes on with {size} ranks") from error
 
     def _check_size(self, size: int, mesh: NextMesh) -> None:
-        store, pipeline, replicas = self._store, mesh.pipeline, mesh.replicas
+        store = self._store
         assert not store.layout.sliced, "slices cannot get other ranks"
-        assert not store.spreads_groups or replicas == store.layout.replicas, "experts stay shared"
-        assert pipeline * replicas == size, "the mesh has all ranks"
+        assert not store.spreads_groups or mesh.replicas == store.layout.replicas, (
+            "experts stay shared"
+        )
+        assert mesh.ranks == size, "the mesh has all ranks"
         if meeting_of(store.world).home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
 
