@@ -91,8 +91,7 @@ class MeshView(_View):
     @property
     def modules(self) -> Mapping[int, nn.Module]:
         """The layers that this rank holds, by their index in the model."""
-        store = self._engine.store
-        return {index: store.modules[index] for index in store.own}
+        return {index: layer.module for index, layer in self._engine.store.layers.items()}
 
     @property
     def store(self) -> LayerStore:

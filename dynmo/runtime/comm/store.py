@@ -121,11 +121,10 @@ def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> by
     try:
         store.wait(["token"], timedelta(seconds=timeout))
         name = store.get("token").decode(errors="replace")
-        if re.fullmatch(_TOKEN_FILE + r"\w+", name) is None:
-            raise OSError(f"{one_line(name[:40])} is no name of its file")
         path = Path(tempfile.gettempdir(), name)
-        if path.is_symlink() or path.stat().st_uid != os.geteuid():
-            raise OSError(f"{path} belongs to another user")
+        is_name = re.fullmatch(_TOKEN_FILE + r"\w+", name) is not None
+        if not is_name or path.is_symlink() or path.stat().st_uid != os.geteuid():
+            raise OSError(f"{one_line(str(path)[:80])} is no file of its rank 0")
         return path.read_bytes()
     except RuntimeError:
         late = f"rank {rank} waited {timeout:g} s for rank 0 to join"
