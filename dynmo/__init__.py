@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dynmo.pipeline.optimizer_options import SGD as SGD
     from dynmo.pipeline.optimizer_options import AdamW as AdamW
     from dynmo.pipeline.optimizer_options import LearningRate as LearningRate
+    from dynmo.pipeline.options import Checkpoints as Checkpoints
     from dynmo.pipeline.options import Log as Log
     from dynmo.pipeline.options import Parallel as Parallel
     from dynmo.pipeline.options import PipelineOptions as PipelineOptions
@@ -64,6 +65,7 @@ _HOMES = {
     "AdamW": "dynmo.pipeline.optimizer_options",
     "Balance": "dynmo.plan.options",
     "Change": "dynmo.pipeline.case",
+    "Checkpoints": "dynmo.pipeline.options",
     "Csv": "dynmo.metrics",
     "Dynamism": "dynmo.pipeline.case",
     "DynmoError": "dynmo.errors",

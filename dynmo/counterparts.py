@@ -82,11 +82,11 @@ eval_dataset test_datasets val_set_size | data.held_out | Loader(held_out=) | a 
 seed data_seed | seed | Loader(seed=) | one seed for weights, data and dropout
 eval_steps eval_strategy evals_per_epoch | train.eval_every | Pipeline.evaluate(inputs=) | steps
   between two evaluations
-save_steps save_strategy saves_per_epoch | checkpoint.every | Pipeline.save(folder=) | steps
-  between two checkpoints
-save_total_limit | checkpoint.keep | Pipeline.save(keep=) | 2 unless set
+save_steps save_strategy saves_per_epoch | checkpoint.every | Checkpoints(every=) | steps between
+  two checkpoints, or "auto": ten minutes
+save_total_limit | checkpoint.keep | Checkpoints(keep=) | 2 unless set
 load_best_model_at_end metric_for_best_model | checkpoint.keep_best = true | Pipeline.save(best=) |
-  the checkpoint with the lowest held-out loss stays, and is exported by its folder step-N
+  the checkpoint with the lowest held-out loss stays, and is exported with --best
 early_stopping_patience | train.patience | Pipeline.evaluate(inputs=) | evaluations without a lower
   loss after which a run ends
 logging_steps logging_strategy logging_first_step | | Log(listen=) | every step is in

@@ -236,6 +236,18 @@ class PostValidationEvent(Event):
 
 
 @dataclass(frozen=True)
+class SavesEvent(Event):
+    """A training that saves by itself begins.
+
+    Attributes:
+        saves: Where, when, and how many checkpoints stay.
+    """
+
+    event: ClassVar[str] = "saves"
+    saves: str
+
+
+@dataclass(frozen=True)
 class CheckpointEvent(Event):
     """A checkpoint was saved.
 
@@ -243,12 +255,14 @@ class CheckpointEvent(Event):
         path: Its path.
         bytes: Its size.
         seconds: How long saving took.
+        waited: The part of them for which training stood still.
     """
 
     event: ClassVar[str] = "checkpoint"
     path: str
     bytes: int
     seconds: float
+    waited: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import dynmo
 from dynmo import extend
 
 ROOT = Path(__file__).parents[1]
-MAX_MEMBERS, MAX_ARGUMENTS = 25, 16
+MAX_MEMBERS, MAX_ARGUMENTS = 25, 17
 NAMES = """
-    Pipeline Parallel Training Log Loader World StepResult init dry_run RunPlan __version__
-    Model Sequential
+    Pipeline Parallel Training Log Checkpoints Loader World StepResult init dry_run RunPlan
+    __version__ Model Sequential
     ModelOptions load_model next_token_loss PipelineOptions AdamW SGD LearningRate Balance Elastic
     EarlyExit Experts Freezing MixtureOfDepths Pruning SparseAttention Change Dynamism Forecast
     Layers Signals register_split Csv TensorBoard WandB DynmoError LayerCost Partition

@@ -1,10 +1,10 @@
-"""`dynmo checkpoint export` makes a folder of transformers of a checkpoint."""
+"""`dynmo checkpoint` checks the checkpoints of a run, and makes a folder of transformers of one."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from dynmo.cli.output import print_json, progress
 from dynmo.cli.plan_text import show_size
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.cli.run_folder import check_run
-from dynmo.errors import ConfigError, InputError
+from dynmo.errors import CheckpointError, ConfigError, InputError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -24,9 +24,47 @@ _logger = logging.getLogger(__name__)
 checkpoint = typer.Typer()
 
 
-class ExportOptions(CommandOptions):
+class CheckpointOptions(CommandOptions):
     run: Path
     """A run, such as runs/NAME, its folder of checkpoints, or one of them (step-N)."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints, or one of them."""
+        check_run(self.run)
+        inside = self.run / "checkpoints"
+        return inside if inside.is_dir() else self.run
+
+
+@checkpoint.command("verify")
+@command
+def verify(options: CheckpointOptions) -> None:
+    """Read every file of the checkpoints, and compare its hash."""
+    from dynmo.runtime.state.checkpoint import complete, verify
+
+    rows: list[dict[str, Any]] = []
+    for path in complete(options.checkpoints):
+        row: dict[str, Any] = {"checkpoint": str(path), "problem": None}
+        with progress(f"reading {path.name}"):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                row["problem"] = str(error)
+        row["bytes"] = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+        rows.append(row)
+    if not rows:
+        raise InputError(f"{options.run} has no checkpoint")
+    if options.as_json:
+        print_json({"checkpoints": rows})
+    else:
+        for row in rows:
+            said = row["problem"] or f"whole, {show_size(row['bytes'])}"
+            print(said if row["problem"] else f"{row['checkpoint']}: {said}")
+    if any(row["problem"] for row in rows):
+        raise typer.Exit(2)
+
+
+class ExportOptions(CheckpointOptions):
     folder: Path
     """The folder to write, for transformers or peft."""
     model: Path | None = None
@@ -35,6 +73,8 @@ class ExportOptions(CommandOptions):
     """Type of the weights, such as bfloat16."""
     merge: bool = False
     """Make adapters a part of the weights, as peft does."""
+    best: bool = False
+    """Take the checkpoint with the lowest held-out loss (checkpoint.keep_best), not the newest."""
 
 
 @checkpoint.command("export")
@@ -43,13 +83,13 @@ def export(options: ExportOptions) -> None:
     """Write the model of a checkpoint as transformers does."""
     from dynmo.huggingface.checkpoint import export_checkpoint, find_checkpoint
     from dynmo.huggingface.export import type_of
+    from dynmo.runtime.state.checkpoint import best_of
 
     dtype = type_of(options.dtype)
     if options.folder.exists() and not options.folder.is_dir():
         raise InputError(f"{options.folder} is a file; give a folder")
-    check_run(options.run)
-    inside = options.run / "checkpoints"
-    path, manifest, problems = find_checkpoint(inside if inside.is_dir() else options.run)
+    folder = options.checkpoints
+    path, manifest, problems = find_checkpoint(best_of(folder) if options.best else folder)
     for problem in problems:
         _logger.warning(f"{problem}; {path.name} is exported")
     model = _model(options, path, manifest.layers)

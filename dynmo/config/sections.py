@@ -30,6 +30,7 @@ from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import (
     MeshOptions,
     PipelineOptions,
+    SaveOptions,
     StepScheduleOptions,
     TrainingOptions,
     WorldOptions,
@@ -192,13 +193,9 @@ else:
     )
 
 
-class CheckpointSection(Options):
+class CheckpointSection(SaveOptions):
     """When checkpoints are saved."""
 
-    every: Whole = 0
-    """Steps between two checkpoints. 0 never saves."""
-    keep: Count = 2
-    """Number of newest checkpoints that are kept."""
     keep_best: bool = False
     """Whether to save after each evaluation with the lowest held-out loss so far, and to keep that
     checkpoint, too."""

@@ -139,8 +139,9 @@ class ModelOptions(Options):
     """Number of last blocks that train, with the output layer. Not set: all train."""
     lora: LoraOptions | None = None
     """Adapters that train instead of the weights. Not set: none."""
-    saves_base: bool = True
-    """Whether checkpoints have frozen weights. If not, they have the folder and a hash of each."""
+    saves_base: bool | None = None
+    """Whether checkpoints have frozen weights. If not, they have the folder and a hash of each. Not
+    set: they do without `lora`."""
 
     @model_serializer(mode="wrap")
     def _without_other_kinds(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -198,6 +199,28 @@ class Log(Options):
     peak_flops: Positive | None = None
     """FLOP/s that a rank can do, for `StepResult.utilization`. Not set: those of the GPU's data
     sheet, if dynmo knows it."""
+
+
+class SaveOptions(Options):
+    """When checkpoints are saved."""
+
+    every: Literal["auto"] | Whole = "auto"
+    """Steps between two checkpoints. `auto` saves every ten minutes. Either also saves at the end,
+    and when a signal asks: SIGTERM and Ctrl-C to stop, SIGUSR1 to go on. 0 never saves."""
+    keep: Count = 2
+    """Number of newest checkpoints that are kept."""
+
+
+class Checkpoints(SaveOptions):
+    """Where a `Pipeline` saves by itself, and how often.
+
+    A step waits for the copy to memory alone. A process beside each rank writes.
+    """
+
+    folder: str | Path
+    """Holds the checkpoints, each in a folder `step-N`. All ranks share it."""
+    extra: Callable[[], Mapping[str, Any]] | None = None
+    """Returns what else to keep, as `Pipeline.save(extra=)` takes it. Not set: `Pipeline.extra`."""
 
 
 RECORDS: dict[str, type[Options]] = {"parallel": Parallel, "training": Training, "log": Log}

@@ -14,7 +14,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import CheckpointEvent, Event
+from dynmo.events import Event
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
@@ -27,21 +27,22 @@ from dynmo.pipeline.assembly import (
     make_engine,
     rank_memory_limit,
 )
+from dynmo.pipeline.autosave import AutoSave
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.cases import Cases, agree_on_cases, make_cases
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
-from dynmo.pipeline.options import Log, PipelineOptions
+from dynmo.pipeline.options import Checkpoints, Log, PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import (
     SavedPipeline,
+    begin_save,
     check_saved,
     check_settings,
     find_checkpoint,
     restore_engine,
-    save_engine,
     state_of,
 )
 from dynmo.pipeline.steps import Steps
@@ -53,6 +54,7 @@ from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
+from dynmo.runtime.state.checkpoint import Save
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
@@ -76,6 +78,7 @@ class Parts:
         steps: Trains and evaluates.
         shapes: Bytes of each layer by its shapes. None if unknown.
         extra: What the loop has kept in the checkpoint.
+        saves: Saves when it is time to.
         outside: Steps of the time before this process was outside. None while it is a rank.
     """
 
@@ -91,6 +94,7 @@ class Parts:
         options: PipelineOptions,
         cases: Sequence[CaseOptions | Dynamism],
         log: Log,
+        checkpoint: Checkpoints | None,
         checks_memory: bool,
         watches_ranks: bool,
     ) -> None:
@@ -114,6 +118,7 @@ class Parts:
         self._watches_ranks = watches_ranks
         self._plan: RunPlan | None = None
         self.extra: dict[str, Any] = {}
+        self.saves = AutoSave(checkpoint, world, self.begin_save, self.tell)
         self.outside: int | None = None
         if world.is_outside:
             self.outside = 0
@@ -228,24 +233,29 @@ class Parts:
         if before.elastic is not None:
             before.elastic.go_on(after.rebalancer, saved.state.reference)
 
-    def save(self, folder: Path, keep: int, extra: Mapping[str, Any], best: int | None) -> Path:
-        """Writes a checkpoint of the steps that are done. Returns its folder."""
-        changes, engine = self.changes, self.engine
+    def begin_save(
+        self,
+        folder: Path,
+        keep: int,
+        extra: Mapping[str, Any] | None,
+        best: int | None,
+        *,
+        behind: bool,
+    ) -> Save:
+        """Begins a checkpoint of the present state, once the last step is final."""
+        engine, changes = self.engine, self.changes
         self.steps.settle()
         known: dict[str, Any] = {
-            "extra": extra,
+            "extra": self.extra if extra is None else extra,
             "groups": self.optimizer.saved(),
             "reference": None if changes.elastic is None else changes.elastic.reference,
         }
-        done = self.steps.done
         with engine.attempt():
             engine.pending.final.check_names()
             known["identity"] = self.identity.model_dump()
             moves = changes.rebalancer.moves
             state = state_of(engine, self.cases, loss=changes.loss, moves=moves, extra=known)
-            saved = save_engine(engine, folder, done, keep, state, best)
-        self.tell(CheckpointEvent(done - 1, str(saved.path), saved.bytes, saved.seconds))
-        return saved.path
+            return begin_save(engine, folder, self.steps.done, keep, state, best, behind=behind)
 
     def join(self, stopping: Callable[[], bool]) -> bool:
         """Drops what this process has, and waits until it is a rank. False: the run is over."""
@@ -296,8 +306,9 @@ class Parts:
             loss,
             step if joined else None,
         )
+        self.saves.step = step
         self.steps = Steps(
-            engine, self.changes, self.optimizer, self.tell, self._listens, done=step
+            engine, self.changes, self.optimizer, self.saves, self.tell, self._listens, done=step
         )
         cases.take_over(engine)
         engine.pending.take_failed()  # an earlier training may have left it

@@ -22,7 +22,7 @@ from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
-from dynmo.pipeline.options import Log, Parallel, PipelineOptions, Precision, Training
+from dynmo.pipeline.options import Checkpoints, Log, Parallel, PipelineOptions, Precision, Training
 from dynmo.pipeline.parts import Parts
 from dynmo.pipeline.results import Evaluation, Metrics
 from dynmo.pipeline.start import World
@@ -75,6 +75,7 @@ class Pipeline:
         precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
         resume: Folder of checkpoints to go on from, as `save` wrote them. The placement and the
             mesh are then those of the checkpoint, if the options allow them.
+        checkpoint: Where to save by itself, and how often. None saves only if `save` is called.
         parallel: Ranks and stages of a pipeline, and what replicas share.
         training: Clipping, loss scale, recomputation, post-validation and the like.
         log: Who listens, and what is recorded.
@@ -114,6 +115,7 @@ class Pipeline:
         replicas: int = _DEFAULT.replicas,
         precision: Precision = _DEFAULT.precision,
         resume: str | Path | None = None,
+        checkpoint: Checkpoints | None = None,
         parallel: Parallel = _PARALLEL,
         training: Training = _TRAINING,
         log: Log = _LOG,
@@ -133,7 +135,7 @@ class Pipeline:
                 f"{options.world_size} ranks, but the world has {world.size}"
             )
         checks, watches = training.check_memory, elastic is not None
-        self._parts = Parts(model, ranks, options, cases, log, checks, watches)
+        self._parts = Parts(model, ranks, options, cases, log, checkpoint, checks, watches)
         if not ranks.is_outside:
             self._parts.start(resume)
         self.extra = self._parts.extra
@@ -492,6 +494,8 @@ class Pipeline:
         keep: int = 2,
         extra: Mapping[str, Any] | None = None,
         best: int | None = None,
+        *,
+        wait: bool = True,
     ) -> Path:
         """Saves weights, optimizer state and the loop's own state.
 
@@ -503,6 +507,9 @@ class Pipeline:
             extra: More to keep, as JSON, such as the `state_dict` of a `Loader` or of a scheduler
                 of the learning rate. That of rank 0 counts. `Pipeline.extra` has it after `load`.
             best: Step of a checkpoint that stays beside the newest ones, such as the best so far.
+            wait: Whether to wait until the checkpoint is complete. If not, a process beside each
+                rank writes it, one of the next steps completes it, and `finish` at the latest. The
+                event of the checkpoint, or of its failure, tells when.
 
         Returns:
             The folder of this checkpoint.
@@ -510,7 +517,11 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
-        return self._parts.save(Path(folder), keep, extra or {}, best)
+        saves = self._parts.saves
+        path = saves.begin(Path(folder), keep, extra or {}, best, behind=not wait)
+        if wait:
+            saves.complete(raises=True)
+        return path
 
     @public
     def load(self, folder: str | Path) -> int:
@@ -530,6 +541,7 @@ class Pipeline:
                 optimizer.
         """
         self.drain()
+        self._parts.saves.complete()
         self._parts.load(Path(folder))
         self.extra = self._parts.extra
         return self.steps
@@ -577,16 +589,20 @@ class Pipeline:
     # -- end ---------------------------------------------------------------------------------------
 
     def finish(self) -> tuple[StepResult, ...]:
-        """Waits for the last step, and ends the measurement of the last move.
+        """Waits for the last step, saves (`checkpoint`), and ends the measurement of the last move.
 
         Returns:
             The results that were not returned before.
         """
-        results = self.drain()
+        results, saves = self.drain(), self._parts.saves
+        saves.if_due(self.steps, at_end=True)
+        saves.complete()
+        saves.close()
         self._parts.tell(self._changes.rebalancer.close_measurement(self.steps))
         return results
 
     def close(self) -> None:
         """Tells processes that wait to join that the training is over."""
+        self._parts.saves.close()
         if self._parts.outside is None and self._changes.elastic is not None:
             self._changes.elastic.close()

@@ -23,8 +23,9 @@ from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.census import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.checkpoint import MANIFEST, Saved
-from dynmo.runtime.state.layer_tensors import fit, from_base
+from dynmo.runtime.state.background import CAN_WRITE, spare_memory
+from dynmo.runtime.state.checkpoint import MANIFEST, Save
+from dynmo.runtime.state.layer_tensors import contents, fit, from_base
 
 _logger = logging.getLogger(__name__)
 
@@ -67,28 +68,50 @@ def state_of(
     }
 
 
-def save_engine(
+def begin_save(
     engine: Engine,
     folder: Path,
     step: int,
     keep: int,
     state: Mapping[str, Any],
     best: int | None = None,
-) -> Saved:
-    """Saves all layers and the state. All ranks call it together, after the last result."""
+    *,
+    behind: bool = False,
+) -> Save:
+    """Saves all layers and the state. All ranks call it together, after the last result.
+
+    Args:
+        behind: Whether processes beside the ranks write what this copies to memory.
+    """
     store = engine.store
     if store.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
-    return checkpoint.save(
+    save = Save(
         store.world.everyone,
         folder,
         step,
         engine.model.names,
-        saved_layers(engine),
         {**state, **kept_settings(engine), "shape": list(store.layout.shape)},
         keep,
         best,
+        behind=behind and CAN_WRITE and _fits_memory(engine),
     )
+    save.take(saved_layers(engine))
+    return save
+
+
+def _fits_memory(engine: Engine) -> bool:
+    """Returns whether host memory has room for a copy of this rank's layers."""
+    own = engine.store.own.values()
+    size = sum(t.nbytes for m, o in own for t in contents(m, o.state()).values())
+    free = spare_memory()
+    if 2 * size <= free:
+        return True
+    _logger.warning(
+        f"rank {engine.store.world.everyone.rank} waits for its checkpoints: a copy of "
+        f"{size / 2**30:.1f} GiB is too much for {free / 2**30:.1f} GiB of free memory"
+    )
+    return False
 
 
 def saved_layers(engine: Engine) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:

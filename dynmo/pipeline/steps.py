@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynmo.events import StepResult
 from dynmo.models.flops import product_weights
+from dynmo.pipeline.autosave import AutoSave
 from dynmo.pipeline.batch import Batch, BatchCutter
 from dynmo.pipeline.case import Signals
 from dynmo.pipeline.changes import Changes
@@ -44,6 +45,7 @@ class Steps:
     """The steps of an engine, from the one at which a training starts, resumes or is joined.
 
     Args:
+        saves: Saves when it is time to.
         tell: Hands events to the listener.
         listens: Whether there is one.
         done: Number of steps that are done.
@@ -54,12 +56,13 @@ class Steps:
         engine: Engine,
         changes: Changes,
         optimizer: OptimizerHandle,
+        saves: AutoSave,
         tell: Callable[..., None],
         listens: bool,
         done: int,
     ) -> None:
         self._engine, self._changes, self._optimizer = engine, changes, optimizer
-        self._tell, self._listens, self._done = tell, listens, done
+        self._saves, self._tell, self._listens, self._done = saves, tell, listens, done
         self._started: dict[int, Started] = {}  # steps without a result yet
         self._ready: list[StepResult] = []  # results that were not returned yet
         self._is_set_up = False  # a step is final
@@ -91,7 +94,10 @@ class Steps:
         step, changes = self.done, self._changes
         if changes.made == step:
             return ()
-        results = self.drain() if changes.are_due(step) else ()
+        has_saved = self._saves.if_due(step)
+        results = self.drain() if has_saved or changes.are_due(step) else ()
+        if changes.elastic is not None and changes.elastic.acts(step):
+            self._saves.complete()  # a rank that leaves has a part in it
         changes.make(step)
         self._begin = time.perf_counter()
         return results
@@ -105,9 +111,12 @@ class Steps:
         adapt: bool,
     ) -> tuple[StepResult, ...]:
         """Trains on one batch. Returns the results that have become final."""
+        if not adapt:
+            self._saves.if_due(self.done)
         before = self.adapt() if adapt else ()
         if self._changes.left:
             return before
+        self._saves.watch(self.done)
         engine, changes, world = self._engine, self._changes, self._engine.store.world
         with (
             said_while(world.everyone.rank, "is in its first step", not self._is_set_up),
@@ -129,7 +138,8 @@ class Steps:
                     # Loops compile as they make the first schedule. That is no training time.
                     engine.programs.executor()
                     self._begin = time.perf_counter()
-            norm, flag = changes.options.max_grad_norm, STOP * stop + wish
+            norm = changes.options.max_grad_norm
+            flag = STOP * (stop or self._saves.stop) + self._saves.flag() + wish
             settings = StepSettings(step, rates, norm, flag)
             records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
             self._started[step] = started
@@ -138,6 +148,7 @@ class Steps:
             self._done = step + 1
             self._ready += map(self._finish, records)
         self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
+        self._saves.after_step(self.done)
         return before + self._take()
 
     def drain(self) -> tuple[StepResult, ...]:
@@ -178,6 +189,7 @@ class Steps:
             self._listens,
         )
         self._tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
+        self._saves.observe(record.flags, result.stop)
         if elastic is not None:
             elastic.take_flags(record.flags)
         # Last, so that the ranks agree on the step whatever a case raises.

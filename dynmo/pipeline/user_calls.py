@@ -19,7 +19,7 @@ from dynmo.counterparts import check_names
 from dynmo.errors import ConfigError, DynmoError
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
-from dynmo.pipeline.options import RECORDS, StepScheduleOptions
+from dynmo.pipeline.options import RECORDS, Checkpoints, StepScheduleOptions
 from dynmo.runtime.comm.meeting import Meeting, meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
 
@@ -57,6 +57,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         "lr=...)",
     ),
     "cases": (Sequence, "give a list of cases"),
+    "checkpoint": (Checkpoints | None, "give dynmo.Checkpoints(folder=...)"),
     "learning_rate": (
         LearningRate | None,
         "give dynmo.LearningRate(warmup=..., decay=...), and the peak to the optimizer, such as "

@@ -29,6 +29,7 @@ from dynmo.events import (
     HeldOutEvent,
     PostValidationEvent,
     RollbackEvent,
+    SavesEvent,
     SkippedEvent,
     StepResult,
 )
@@ -52,6 +53,8 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
     match event:
         case HeldOutEvent():
             return f"held out for evaluations: {event.held_out}"
+        case SavesEvent():
+            return event.saves
         case ChangeEvent():
             text = f"{event.case}: {event.what}"
         case SpeedsEvent():
@@ -86,7 +89,8 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
             text = f"{event.case}, layers {', '.join(map(str, event.layers))}: {shares}"
         case CheckpointEvent():
             size, seconds = show_mebibytes(event.bytes), event.seconds
-            step, text = step + 1, f"saved {event.path} ({size} MiB in {seconds:.2f} s)"
+            waited = "" if event.waited is None else f", {event.waited:.2f} s of them in the way"
+            step, text = step + 1, f"saved {event.path} ({size} MiB in {seconds:.2f} s{waited})"
         case RepackEvent():
             slower = event.predicted_slowdown
             text = (

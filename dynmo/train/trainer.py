@@ -16,13 +16,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dynmo import Pipeline, StepResult
+from dynmo import Checkpoints, Pipeline, StepResult
 from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, with_options
 from dynmo.elastic.manager import own_node
 from dynmo.errors import InputError, RunError
 from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
+from dynmo.pipeline.options import SaveOptions
+from dynmo.pipeline.stop_flag import stop_flag
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
@@ -31,7 +33,6 @@ from dynmo.runtime.comm.worker import said_while
 from dynmo.train.data import open_data
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.setup import own_cases
-from dynmo.train.stop_flag import stop_flag
 
 _logger = logging.getLogger(__name__)
 
@@ -112,10 +113,13 @@ class Trainer:
             world,
             cases=[*config.dynamism.named.values(), *own_cases(config)],
             resume=self._checkpoints if resume else None,
+            checkpoint=self._saves(config),
             **config.pipeline_arguments(listen=self._tell, trace=config.trace.steps),
         )
         self.first_step = self.pipeline.steps
         self._lowest = Lowest(**self.pipeline.extra.get("lowest", {}))
+        # Steps before the last evaluation. Older checkpoints were saved after it.
+        self._evaluated: int = self.pipeline.extra.get("evaluated", self.first_step)
         if resume and self._is_done and world.rank == 0:
             end = (
                 f"train.patience = {config.train.patience}"
@@ -131,6 +135,19 @@ class Trainer:
             with said_while(world.rank, "reads its data"):
                 self._follow_mesh()
             self._open_log()
+
+    def _saves(self, config: Config) -> Checkpoints | None:
+        """Returns where and how often the pipeline saves by itself."""
+        if self._checkpoints is None:
+            return None
+        own = {key: getattr(config.checkpoint, key) for key in SaveOptions.model_fields}
+        return Checkpoints(folder=self._checkpoints, extra=self._extra, **own)
+
+    def _extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the loop."""
+        state = self._data.state_dict()
+        own = {"lowest": asdict(self._lowest), "evaluated": self._evaluated}
+        return own | ({"data": state} if state else {})
 
     def _open_log(self) -> None:
         # The log is opened last, so that earlier errors leave no log.
@@ -221,6 +238,8 @@ class Trainer:
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         start, interrupted = time.perf_counter(), False
+        if self._must_evaluate and self._evaluated < self.pipeline.steps:
+            self._evaluate()  # a stop came before it
         while not self._is_done and not interrupted:
             try:
                 interrupted = self.turn(stopping())
@@ -265,26 +284,24 @@ class Trainer:
         stop |= self._data.fault is not None and pipeline.steps + 1 < train.steps
         interrupted |= self._finish(pipeline.advance(inputs, targets, samples=samples, stop=stop))
         step = pipeline.steps
-        evaluates = bool(train.eval_every) and step % train.eval_every == 0
-        if evaluates or interrupted or step == train.steps or self._is_due(step, interrupted):
+        if self._must_evaluate or interrupted or step == train.steps:
             # A wish to stop may be found in any of the results.
             interrupted |= self._finish(pipeline.drain())
-        if evaluates:
+        if self._must_evaluate and (step >= train.steps or not interrupted):
             self._evaluate()
-        keeps_best = self.config.checkpoint.keep_best
-        if (
-            self._is_due(step, interrupted) or (keeps_best and self._lowest.step == step)
-        ) and self._checkpoints is not None:
-            extra: dict[str, Any] = {"lowest": asdict(self._lowest)}
-            if state := self._data.state_dict():
-                extra["data"] = state
-            best = self._lowest.step if keeps_best else None
-            pipeline.save(self._checkpoints, self.config.checkpoint.keep, extra, best)
+            if (
+                self.config.checkpoint.keep_best
+                and self._lowest.step == step
+                and self._checkpoints is not None
+            ):
+                keep = self.config.checkpoint.keep
+                pipeline.save(self._checkpoints, keep, self._extra(), best=step, wait=False)
         return interrupted
 
-    def _is_due(self, step: int, interrupted: bool) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or self._is_done or interrupted)
+    @property
+    def _must_evaluate(self) -> bool:
+        every, step = self.config.train.eval_every, self.pipeline.steps
+        return bool(every) and step > 0 and step % every == 0
 
     def _follow_mesh(self) -> None:
         """Reads other data if the mesh or its ends have changed.
@@ -391,6 +408,7 @@ class Trainer:
         results = evaluate(dense=False)
         if pipeline.cases.has_dense:
             results += evaluate(dense=True)
+        self._evaluated = pipeline.steps
         told = EvalEvent(pipeline.steps - 1, *results, held_out=self._data.evaluates_on)
         self._tell(told)
         if train.patience is not None or self.config.checkpoint.keep_best:

@@ -1,4 +1,4 @@
-"""`dynmo checkpoint export`: the files of `save_pretrained`, of a checkpoint."""
+"""`dynmo checkpoint`: the files of `save_pretrained` of a checkpoint, and its hashes."""
 
 from __future__ import annotations
 
@@ -221,3 +221,42 @@ def test_what_is_no_checkpoint_is_refused(world: Meeting, tmp_path: Path, export
     config.write_text('name = "tuned"\n[model]\nkind = "gpt"\n')
     assert_refused(export(run, out), 'model.kind = "gpt"', "can be exported")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs", "source"]
+
+
+def test_the_best_checkpoint_is_exported(world: Meeting, tmp_path: Path, export: Run) -> None:
+    source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
+    save_model(source)
+    pipeline = trained(world, source)
+    in_run(pipeline, run, source)
+    assert_refused(export(run, tmp_path / "made", "--best"), "no best checkpoint; a run has one")
+    pipeline.save(run / "checkpoints", best=1)
+    save_pretrained(pipeline, tmp_path / "wanted")
+    pipeline.step(make_batch(1, padded=False))
+    pipeline.save(run / "checkpoints")
+    assert export(run, tmp_path / "made", "--best").status == 0
+    assert files(tmp_path / "made") == files(tmp_path / "wanted")
+
+
+def test_every_checkpoint_is_verified(world: Meeting, tmp_path: Path, dynmo: Run) -> None:
+    source, run = tmp_path / "source", tmp_path / "runs" / "tuned"
+    save_model(source)
+    pipeline = trained(world, source)
+    run.mkdir(parents=True)
+    assert_refused(dynmo("checkpoint", "verify", run), "has no checkpoint")
+    first = in_run(pipeline, run, source)
+    pipeline.step(make_batch(1, padded=False))
+    newest = in_run(pipeline, run, source)
+    done = dynmo("checkpoint", "verify", run)
+    assert (done.status, done.err) == (0, "")
+    assert [line.partition(": whole, ")[0] for line in done.out.splitlines()] == [
+        str(newest),
+        str(first),
+    ]
+    (first / "layer-0001" / "layer.json").write_text("{}")
+    done = dynmo("checkpoint", "verify", run, "--json")
+    rows = json.loads(done.out)["checkpoints"]
+    assert done.status == 2
+    assert [row["checkpoint"] for row in rows] == [str(newest), str(first)]
+    assert rows[0]["problem"] is None
+    assert "layer-0001/layer.json is damaged" in rows[1]["problem"]
+    assert dynmo("checkpoint", "verify", newest).status == 0

@@ -103,7 +103,7 @@ def from_pretrained(  # noqa: PLR0913
     cut: BlockCut = "auto",
     lora: LoraConfig | str | Path | None = None,
     float32_adapters: bool = False,
-    saves_base: bool = True,
+    saves_base: bool | None = None,
     freeze: Iterable[Freeze] = (),
     train_last: int | None = None,
     sequence: int = 256,
@@ -126,7 +126,7 @@ def from_pretrained(  # noqa: PLR0913
             frozen.
         float32_adapters: Whether adapters stay in float32 in any `precision` of the pipeline.
         saves_base: Whether checkpoints have frozen weights. If not, they have the folder and a
-            hash of each.
+            hash of each. None saves them if there are no adapters.
         freeze: Blocks by index, and layers by name, that do not train: `("embedding", range(8))`.
         train_last: Number of last blocks that train, with the output layer. All else is frozen.
         sequence: Tokens of a row, for the account of memory before a step has run.
@@ -207,7 +207,9 @@ def from_pretrained(  # noqa: PLR0913
         types,
         frozen_layers(specs, freeze, train_last),
         float32_adapters,
-        None if saves_base or folder is None else str(folder),
+        None
+        if folder is None or (lora is None if saves_base is None else saves_base)
+        else str(folder),
     )
     if not any(p.requires_grad for layer in builder.build(()) for p in layer.parameters()):
         raise ConfigError("nothing is left to train; freeze less")

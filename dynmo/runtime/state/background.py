@@ -27,6 +27,7 @@ from typing import IO
 CAN_WRITE = sys.platform == "linux"
 """Whether this system has files in memory, and sockets that keep messages apart."""
 
+_VARIABLES = ("LD_LIBRARY_PATH", "PATH")  # what Python itself needs
 _PIECE = 1 << 23  # bytes between two looks whether the rank lives
 _WORDS = 1 << 12  # bytes of a message, and of an answer without hashes, at most
 _DIGEST = hashlib.sha256().digest_size
@@ -46,6 +47,8 @@ class Writer:
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                cwd="/",
+                env={key: os.environ[key] for key in _VARIABLES if key in os.environ},
                 start_new_session=True,  # Ctrl-C in a terminal reaches every process of a session
             )
 
@@ -91,7 +94,7 @@ class MemoryFiles:
 
     def end_file(self, path: Path) -> None:
         """Ends the content of the file that will be at `path`."""
-        self._ends.append((str(path), self.memory.tell()))
+        self._ends.append((str(path.absolute()), self.memory.tell()))
 
     @property
     def bytes(self) -> int:
@@ -150,6 +153,17 @@ class MemoryFiles:
         return [content[at : at + _DIGEST] for at in range(0, len(content), _DIGEST)]
 
 
+def spare_memory() -> int:
+    """Returns the bytes of host memory that this process may still take."""
+    text = Path("/proc/meminfo").read_text()
+    spare = int(text.partition("MemAvailable:")[2].split()[0]) << 10
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no group, or no limit
+        most, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
+        spare = min(spare, most - used)
+    return spare
+
+
 # -- the writer ------------------------------------------------------------------------------------
 
 
@@ -204,4 +218,5 @@ def _write(content: mmap.mmap, ends: Sequence[tuple[str, int]], rank: int) -> by
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    with socket.socket(fileno=int(sys.argv[1])) as to_rank:
+        _serve(to_rank)

@@ -3,6 +3,7 @@
 Each global layer has a folder. No pickles are written or read.
 
     checkpoints/latest                the name of the newest complete checkpoint
+    checkpoints/best                  the name of one that stays, if the run has told it
     checkpoints/step-000120/
         manifest.json                 step, layer names, state, SHA-256 of every file and of itself
         layer-0007/                   layer.json (names, dtypes, shapes) and tensors.safetensors
@@ -23,6 +24,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from dynmo.runtime.state.tensor_file import TensorFile
 _logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_BEST = "best"
 VERSION = 2
 
 _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n\}', re.DOTALL)
@@ -159,7 +162,8 @@ class Save:
         self._world, self._folder, self.step = world, folder, step
         self._names, self._state = names, state
         self._keep, self._best = keep, best
-        self._partial = (folder / f"step-{step:06d}").with_suffix(".tmp")
+        self.path = folder / f"step-{step:06d}"
+        self._partial = self.path.with_suffix(".tmp")
         self._attempt = Attempt(world, self._partial, "earlier checkpoints are untouched")
         with self._attempt.part():
             if world.rank == 0:
@@ -232,7 +236,6 @@ class Save:
         size = torch.tensor([float(self._bytes)], dtype=torch.float64)
         world.sum(table, "the checkpoint's layers to be written")
         world.sum(size, "the checkpoint's layers to be written")
-        final = self._partial.with_suffix("")
         with self._attempt.part():
             if world.rank == 0:
                 hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
@@ -244,12 +247,14 @@ class Save:
                     files=files,
                     state=self._state,
                 )
-                _complete(self._partial, final, manifest)
+                _complete(self._partial, self.path, manifest)
+                if self._best is not None:
+                    write_whole(self._folder / _BEST, f"step-{self._best:06d}")
         self._attempt.agree("the checkpoint to be complete")
         if world.rank == 0:
-            _remove_old(self._folder, step, self._keep, self._best)
+            _remove_old(self._folder, step, self._keep)
         now = time.perf_counter()
-        return Saved(final, int(size), now - self._start, self._waited + now - begin)
+        return Saved(self.path, int(size), now - self._start, self._waited + now - begin)
 
 
 def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:
@@ -273,16 +278,27 @@ def _put_in_place(partial: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def _remove_old(folder: Path, step: int, keep: int, best: int | None) -> None:
-    """Keeps `best` and the last `keep` checkpoints up to `step`. Newer ones were damaged."""
+def _remove_old(folder: Path, step: int, keep: int) -> None:
+    """Keeps the best one and the last `keep` checkpoints up to `step`. Newer ones were damaged."""
     complete = [path for path in _named(folder) if (path / MANIFEST).is_file()]
     kept = [path for path in complete if _step(path) <= step][:keep]
-    kept += [path for path in complete if _step(path) == best]
+    with suppress(CheckpointError):  # there is none
+        kept.append(best_of(folder))
     for old in [*(path for path in complete if path not in kept), *folder.glob("step-*.tmp")]:
         try:
             _remove(old)
         except OSError as error:
             _logger.warning(f"{old} cannot be removed: {error.strerror}")
+
+
+def best_of(folder: Path) -> Path:
+    """Returns the checkpoint that a run has called its best, or raises CheckpointError."""
+    try:
+        return folder / (folder / _BEST).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise CheckpointError(
+            f"{folder} has no best checkpoint; a run has one with checkpoint.keep_best"
+        ) from None
 
 
 def _remove(path: Path) -> None:
@@ -318,6 +334,11 @@ def _content(
 
 def _name(section: str, name: str) -> str:
     return f"{section}:{name}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a folder, newest first, or the folder itself if it is one."""
+    return [folder] if (folder / MANIFEST).exists() else _named(folder)
 
 
 def _named(folder: Path) -> list[Path]:

@@ -1,0 +1,153 @@
+"""Saves a pipeline: when that is due, and behind training. All ranks decide alike.
+
+due?      the ranks tell one another in the flags of a step: rank 0's clock, and signals
+begin     waits until layers are copied to memory, and a process beside each rank writes them
+complete  once the flags say that every rank's part is written
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from weakref import WeakMethod
+
+from dynmo.errors import RunError
+from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
+from dynmo.pipeline.options import Checkpoints
+from dynmo.pipeline.stop_flag import StopFlag, stop_flag
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.state.checkpoint import Save
+
+# Bits of a step's flag: this rank wants to save, and its part of a checkpoint is being written.
+SAVE, WRITING = 4, 8
+# Seconds between two checkpoints of `every = "auto"`.
+EVERY = 600.0
+
+
+class AutoSave:
+    """The checkpoints of a pipeline.
+
+    Args:
+        options: Where and how often it saves by itself. None if it does not.
+        save: Copies the layers. It is a method of what owns this object.
+        tell: Hands events to the listener.
+
+    Attributes:
+        step: Steps of the newest checkpoint.
+    """
+
+    def __init__(
+        self,
+        options: Checkpoints | None,
+        world: Meeting,
+        save: Callable[..., Save],
+        tell: Callable[..., None],
+    ) -> None:
+        self._options = options if options is not None and options.every else None
+        self._world, self._save, self._tell = world, WeakMethod(save), tell
+        self.step = 0
+        self._under_way: Save | None = None
+        self._is_written = False  # on all ranks
+        self._is_asked = self._stops = False
+        self._begun = time.monotonic()
+        self._signals = ExitStack()
+        self._flag: StopFlag | None = None
+
+    # -- when --------------------------------------------------------------------------------------
+
+    def watch(self, step: int) -> None:
+        """Takes signals from now on, since there is something to save."""
+        if self._flag is not None or self._options is None:
+            return
+        self._flag = self._signals.enter_context(stop_flag())
+        every, keep = self._options.every, self._options.keep
+        often = f"{EVERY / 60:.0f} minutes" if every == "auto" else f"{every} steps"
+        text = (
+            f"saves to {self._options.folder} every {often}, at the end, and at SIGTERM, SIGUSR1 "
+            f"and Ctrl-C; keeps the newest {keep}"
+        )
+        self._tell(SavesEvent(step, text))
+
+    def close(self) -> None:
+        """Leaves signals to others again."""
+        self._signals.close()
+        self._flag = None
+
+    @property
+    def stop(self) -> bool:
+        """Whether a signal has asked this rank to stop."""
+        return self._flag is not None and self._flag.stop
+
+    def flag(self) -> int:
+        """Returns this rank's part of the next flag."""
+        writes = self._under_way is not None and not self._under_way.is_written
+        asks = self._flag is not None and self._flag.take_save()
+        if self._options is not None and self._options.every == "auto" and not self._world.rank:
+            asks |= time.monotonic() - self._begun >= EVERY
+        return SAVE * asks + WRITING * writes
+
+    def observe(self, flags: Sequence[int], stop: bool) -> None:
+        """Takes the flags of a step's result, and whether it ends the training."""
+        self._is_written = self._under_way is not None and not any(f & WRITING for f in flags)
+        self._is_asked |= any(flag & SAVE for flag in flags)
+        self._stops |= stop
+
+    def after_step(self, step: int) -> None:
+        """Completes what is written. Saves at once if training stops."""
+        if self._is_written:
+            self.complete()
+        if self._stops:
+            self.if_due(step)
+
+    def if_due(self, step: int, *, at_end: bool = False) -> bool:
+        """Saves if that is due now that so many steps are done. Returns whether it was."""
+        options = self._options
+        if options is None or step == self.step:
+            return False
+        every, waits = options.every, at_end or self._stops
+        if not (waits or self._is_asked or (every != "auto" and step % every == 0)):
+            return False
+        extra = None if options.extra is None else options.extra()
+        self.begin(Path(options.folder), options.keep, extra, behind=not waits)
+        if waits:
+            self.complete(raises=True)
+        return True
+
+    # -- how ---------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        folder: Path,
+        keep: int,
+        extra: Mapping[str, Any] | None,
+        best: int | None = None,
+        *,
+        behind: bool,
+    ) -> Path:
+        """Begins a checkpoint, after the last one is complete. Returns its folder."""
+        self.complete()
+        begin = self._save()
+        assert begin is not None
+        save = begin(folder, keep, extra, best, behind=behind)
+        self._under_way, self._is_written, self._is_asked = save, False, False
+        self.step, self._begun = save.step, time.monotonic()
+        return save.path
+
+    def complete(self, *, raises: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if there is one."""
+        save, self._under_way, self._is_written = self._under_way, None, False
+        if save is None:
+            return
+        step = save.step - 1
+        try:
+            saved = save.complete()
+        except RunError as error:
+            if raises:
+                raise
+            self._tell(FaultEvent(step, f"{error}; the run goes on"))
+            return
+        path = str(saved.path)
+        self._tell(CheckpointEvent(step, path, saved.bytes, saved.seconds, waited=saved.waited))

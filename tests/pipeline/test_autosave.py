@@ -1,0 +1,232 @@
+"""A pipeline that saves by itself: when, behind training, and with the same numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import dynmo
+from dynmo.errors import ConfigError
+from dynmo.events import CheckpointEvent, Event, FaultEvent
+from dynmo.pipeline import autosave
+from dynmo.pipeline.stop_flag import stop_flag
+from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.state import background, checkpoint
+from tests.pipeline import jobs
+from tests.pipeline.jobs import batch
+from tests.pool import Pool
+
+JOBS = "tests.pipeline.test_autosave:"
+make = partial(jobs.make, schedule="1f1b")
+
+
+def train(pipeline: dynmo.Pipeline, steps: int) -> None:
+    while pipeline.steps < steps:
+        pipeline.step(*batch(pipeline.steps))
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("step-*"))
+
+
+def until_written(pipeline: dynmo.Pipeline) -> None:
+    end = time.monotonic() + 10
+    while (save := pipeline._parts.saves._under_way) is not None and not save.is_written:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_every_few_steps_and_at_the_end(world: dynmo.World, tmp_path: Path) -> None:
+    events = list[Event]()
+    saves = dynmo.Checkpoints(folder=tmp_path, every=2, keep=9)
+    pipeline = make(world, checkpoint=saves, log=dynmo.Log(listen=events.append))
+    train(pipeline, 5)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000002", "step-000004", "step-000005"]
+    told = [event for event in events if isinstance(event, CheckpointEvent)]
+    assert [(Path(each.path).name, each.step) for each in told] == [
+        ("step-000002", 1),
+        ("step-000004", 3),
+        ("step-000005", 4),
+    ]
+    assert all(each.waited is not None and each.waited <= each.seconds for each in told)
+    pipeline.finish()
+    assert len(saved(tmp_path)) == 3, "a step is saved once"
+
+
+@pytest.mark.parametrize("every", [1, "auto"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saving_changes_no_number(pool: Pool, tmp_path: Path, ranks: int, every: Any) -> None:
+    """Each step of a run can be gone on from, whatever is being written meanwhile."""
+    digests = pool.run(JOBS + "save_behind", ranks, folder=str(tmp_path), every=every)
+    assert digests == [digests[0]] * ranks
+    assert digests[0][0] == digests[0][1], "as without checkpoints"
+    assert digests[0][0] == digests[0][2], "as resumed from any"
+
+
+def test_zero_never_saves(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, every=0))
+    train(pipeline, 2)
+    pipeline.finish()
+    assert saved(tmp_path) == []
+
+
+def test_a_signal_saves_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """SIGUSR1 on one rank saves, and training goes on. SIGTERM saves at once, and asks to stop."""
+    rows = pool.run(JOBS + "signalled", 2, folder=str(tmp_path))
+    for row in rows:
+        assert row["after USR1"] == ["step-000003"]
+        assert row["stops"] == [False, False, False, False, True]
+        assert row["after TERM"] == ["step-000003", "step-000005"]
+
+
+def test_signals_are_as_before_once_training_is_over(world: dynmo.World, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is before, "there is nothing to save"
+    train(pipeline, 1)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    pipeline.finish()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop_flag() as outer:
+        train(pipeline, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert outer()
+        assert pipeline.step(*batch(2)).stop
+        pipeline.close()
+        assert outer()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_failure_is_told_once_and_the_run_goes_on(world: dynmo.World, tmp_path: Path) -> None:
+    """The checkpoint before stays."""
+    events = list[Event]()
+    saves = dynmo.Checkpoints(folder=tmp_path, every=2)
+    pipeline = make(world, checkpoint=saves, log=dynmo.Log(listen=events.append))
+    train(pipeline, 3)
+    until_written(pipeline)
+    train(pipeline, 4)
+    background._end()
+    writer = background._running().process
+    writer.send_signal(signal.SIGSTOP)
+    pipeline.step(*batch(4))
+    assert pipeline._parts.saves._under_way is not None
+    assert saved(tmp_path) == ["step-000002", "step-000004.tmp"]
+    writer.kill()
+    train(pipeline, 7)
+    pipeline.finish()
+    faults = [event.what for event in events if isinstance(event, FaultEvent)]
+    assert len(faults) == 1
+    assert "step-000004.tmp could not be written (rank 0: the process" in faults[0]
+    assert faults[0].endswith("the run goes on")
+    assert saved(tmp_path) == ["step-000006", "step-000007"]
+    assert make(world).load(tmp_path) == 7
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_extra_of_the_loop_is_saved(world: dynmo.World, tmp_path: Path, given: bool) -> None:
+    count = iter(range(9))
+    extra: dict[str, Any] = {"extra": lambda: {"drawn": next(count)}} if given else {}
+    saves = dynmo.Checkpoints(folder=tmp_path, every=1, **extra)
+    pipeline = make(world, checkpoint=saves)
+    pipeline.extra["kept"] = "by the loop"
+    train(pipeline, 2)
+    pipeline.finish()
+    second = make(world)
+    second.load(tmp_path)
+    assert second.extra == ({"drawn": 1} if given else {"kept": "by the loop"})
+
+
+def test_the_best_stays_by_itself(world: dynmo.World, tmp_path: Path) -> None:
+    """Later checkpoints leave it, those of a resumed training, too."""
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, every=1, keep=1))
+    train(pipeline, 2)
+    pipeline.save(tmp_path, keep=1, best=2)
+    train(pipeline, 5)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000002", "step-000005"]
+    second = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, every=1, keep=1))
+    second.load(tmp_path)
+    train(second, 7)
+    second.finish()
+    assert saved(tmp_path) == ["step-000002", "step-000007"]
+
+
+def test_without_memory_for_a_copy_training_waits(
+    world: dynmo.World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, every=1))
+    with mock.patch("dynmo.pipeline.saving.spare_memory", return_value=100):
+        train(pipeline, 2)
+    assert "rank 0 waits for its checkpoints: a copy of" in caplog.text
+    until_written(pipeline)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("wrong", ["runs/a", {"folder": "runs/a"}])
+def test_another_kind_of_thing_is_refused(world: dynmo.World, wrong: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"checkpoint is .*; give dynmo.Checkpoints\(folder=\.\.\."
+    ):
+        make(world, checkpoint=wrong)
+
+
+# -- in the ranks ----------------------------------------------------------------------------------
+
+
+def save_behind(world: Meeting, folder: str, every: Any) -> list[str]:
+    """The digests of a run with checkpoints, of one without, and of one resumed from each step."""
+    plain = make(world)
+    train(plain, 6)
+    saves = dynmo.Checkpoints(folder=folder, every=every, keep=9)
+    with mock.patch.object(autosave, "EVERY", 0.0):
+        pipeline = make(world, checkpoint=saves)
+        while pipeline.steps < 6:
+            pipeline.advance(*batch(pipeline.steps))
+        pipeline.finish()
+    paths = sorted(Path(folder).glob("step-*"))
+    assert len(paths) > (1 if every == "auto" else 5)
+    resumed = set[str]()
+    for path in paths:
+        checkpoint.verify(path)
+        alone = path.parent / f"only-{path.name}-{world.rank}"
+        alone.mkdir()
+        (alone / path.name).symlink_to(path)
+        second = make(world)
+        second.load(alone)
+        train(second, 6)
+        resumed.add(second.digest())
+    assert len(resumed) == 1
+    return [plain.digest(), pipeline.digest(), *resumed]
+
+
+def signalled(world: Meeting, folder: str) -> dict[str, Any]:
+    path, stops = Path(folder), list[bool]()
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=path))
+
+    def step() -> None:
+        stops.append(pipeline.step(*batch(pipeline.steps)).stop)
+
+    step()
+    step()
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    step()
+    pipeline.adapt()
+    until_written(pipeline)
+    step()
+    after = saved(path)
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step()
+    row = {"stops": stops, "after USR1": after, "after TERM": saved(path)}
+    pipeline.close()
+    return row
