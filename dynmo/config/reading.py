@@ -82,8 +82,6 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _kind_of(data: Mapping[str, Any]) -> str:
     """Returns `model.kind`, or "" if it is not text."""
-    if not isinstance(data.get("model", {}), Mapping):
-        return ""
     kind: object = _section(data, "model").get("kind", ModelOptions().kind)
     return kind if isinstance(kind, str) else ""
 
@@ -111,27 +109,21 @@ def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]) -> None:
     """Raise ConfigError for a key of [model] that its kind would ignore."""
     kind = _kind_of(data)
-    others = keys_of_other_kinds(kind)
-    unused = [key for key in data.get("model", {}) if key in others]
+    unused = [key for key in _section(data, "model") if key in keys_of_other_kinds(kind)]
     if not unused:
         return
-    owner = next((kind for kind, keys in KEYS_OF_KIND.items() if unused[0] in keys), None)
-    place = "--set" if f"model.{unused[0]}" in overridden else where
-    more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+    key, *others = unused
+    owner = next((kind for kind, keys in KEYS_OF_KIND.items() if key in keys), None)
+    of, own = value_text(owner), value_text(kind)
+    text = f"is a key of kind = {of}, which model.kind = {own} has not; leave it out"
     if owner is None:
-        raise _error(
-            f"{place}: model.{unused[0]} is in the folder of model.kind = {value_text(kind)}; "
-            f"leave it out{more}"
-        )
-    hint = (
-        f", or use kind = {value_text(owner)}"
-        if not kind.startswith("python:")
-        else ": the function makes the layers"
-    )
-    raise _error(
-        f"{place}: model.{unused[0]} is a key of kind = {value_text(owner)}, which model.kind = "
-        f"{value_text(kind)} has not; leave it out{hint}{more}"
-    )
+        text = f"is in the folder of model.kind = {own}; leave it out"
+    else:
+        is_function = kind.startswith("python:")
+        text += ": the function makes the layers" if is_function else f", or use kind = {of}"
+    place = "--set" if f"model.{key}" in overridden else where
+    more = f" (and {len(others)} more)" if others else ""
+    raise _error(f"{place}: model.{key} {text}{more}")
 
 
 def with_options(config: Config, section: tuple[str, ...], options: Mapping[str, Any]) -> Config:
@@ -168,22 +160,20 @@ def _override(data: dict[str, Any], text: str) -> None:
     if not equals:
         raise _error(f"--set {text}: no '='; write section.key=value")
     parts = tuple(key.split("."))
-    fields = _fields(parts[:-1])
-    if fields is None or parts[-1] not in fields:
+    fields = _fields(parts[:-1]) or {}
+    if parts[-1] not in fields:
         raise _error(f"--set: {_unknown(parts)}")
-    if _fields(parts) is not None:
-        raise _error(
-            f"--set: {key} is a section; set its keys one by one, like "
-            f"{key}.{next(iter(_fields(parts) or ()))}=..."
-        )
+    if inner := _fields(parts):
+        first = next(iter(inner))
+        raise _error(f"--set: {key} is a section; set its keys one by one, like {key}.{first}=...")
     node = data
     for part in parts[:-1]:
-        inner: object = node.setdefault(part, {})
-        if not isinstance(inner, dict):
+        section: object = node.setdefault(part, {})
+        if not isinstance(section, dict):
             raise _error(
                 f"--set {text}: {part} must be a section in the file; write [{part}] there"
             )
-        node = cast(dict[str, Any], inner)
+        node = cast(dict[str, Any], section)
     node[parts[-1]] = _value(text, value, plain=fields[parts[-1]] is str)
 
 
