@@ -158,7 +158,7 @@ def run_split(
     _add_all(own, found[count : count + len(own)])
     for tape, products in reversed(waiting):
         begin = end - len(products)
-        _wait(tape, products, found[begin:end])
+        _leave_on_tape(tape, products, found[begin:end])
         end = begin
     return found[:count]
 
@@ -208,7 +208,7 @@ class _Uses(NamedTuple):
     biases: list[tuple[nn.Parameter, list[Tensor]]]
 
 
-def _wait(
+def _leave_on_tape(
     tape: WeightTape, products: Sequence[Product], gradients: Sequence[Tensor | None]
 ) -> None:
     """Leave the work of products on the tape."""

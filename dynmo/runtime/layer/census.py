@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import ConfigError
 from dynmo.models.model import hook_problem
-from dynmo.runtime.layer.reads import kept_aside
+from dynmo.runtime.layer.reads import second_place_of
 
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that torch itself sets on a module, and those of them that keep hooks.
@@ -106,7 +106,7 @@ class Census:
         Args:
             tied: Parameters that follow another one by themselves.
         """
-        reason = kept_aside(self._module, self._names, tied)
+        reason = second_place_of(self._module, self._names, tied)
         if reason is not None:
             raise ConfigError(f'{self._name} {reason}, or let no layer move (balance="none")')
 

@@ -83,7 +83,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
 
 
-def kept_aside(
+def second_place_of(
     layer: nn.Module, changing: Collection[str], tied: Collection[str] = (), same: bool = True
 ) -> str | None:
     """Says that a layer keeps one of its tensors in a second place, and what to do.

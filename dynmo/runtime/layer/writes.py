@@ -19,7 +19,7 @@ from dynmo.runtime.comm.headers import is_alias
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits, sum_of_bits
 from dynmo.runtime.layer.census import OF_TORCH
 from dynmo.runtime.layer.joint_graph import Tensors
-from dynmo.runtime.layer.reads import kept_aside
+from dynmo.runtime.layer.reads import second_place_of
 
 Call = Callable[[Tensors], Tensors]
 
@@ -197,7 +197,7 @@ class Writes:
         if self._in_place:
             # `renew` replaces them.
             names = {*map(self.buffers.name_of, self._in_place)}
-            if (reason := kept_aside(self._module, names)) is not None:
+            if (reason := second_place_of(self._module, names)) is not None:
                 raise ConfigError(f"{self._name} {reason}")
         if name := self.buffers.first_of(written, persistent=False):
             self.counts_in = None if repeats(self.buffers.copies()) else name

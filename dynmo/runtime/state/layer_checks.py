@@ -17,7 +17,7 @@ from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.layer.census import follow_hooks, hooks_of
-from dynmo.runtime.layer.reads import kept_aside
+from dynmo.runtime.layer.reads import second_place_of
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.state.migration import Arrival
@@ -97,7 +97,7 @@ def check_views(
         if x.layout == torch.strided
         and (not x.is_contiguous() or x.device.type != device.type or dtype != torch.float32)
     }
-    reason = kept_aside(module, changing, tied, same=False) if changing else None
+    reason = second_place_of(module, changing, tied, same=False) if changing else None
     if reason is not None:
         raise ConfigError(f"layer {index} ({type(module).__name__}) {reason}")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import dynmo
 from dynmo.errors import ConfigError
 from dynmo.kernels.split import SplitLinear
-from dynmo.runtime.layer.reads import kept_aside
+from dynmo.runtime.layer.reads import second_place_of
 from tests.pipeline.test_own_kinds import MSE, SGD, X, Y, make, plain
 from tests.pool import Pool
 
-HERE = "tests.pipeline.test_kept_aside:"
+HERE = "tests.pipeline.test_second_places:"
 
 
 class Keeps(nn.Module):
@@ -193,7 +193,7 @@ def derived() -> nn.Module:
     ],
 )
 def test_layer_without_a_second_place_may_move(layer: nn.Module) -> None:
-    assert kept_aside(layer, [name for name, _ in layer.named_parameters()]) is None
+    assert second_place_of(layer, [name for name, _ in layer.named_parameters()]) is None
 
 
 def tied(world: dynmo.World) -> list[float]:
