@@ -72,17 +72,12 @@ class GroupPlacement:
         That is the source itself if it holds the group. The sources that do not hold it take its
         holders in turn.
         """
-        return target_of(self.holders[group], group, source)
-
-
-def target_of(holders: Holders, group: int, source: int) -> int:
-    """`GroupPlacement.target` of a group with these holders."""
-    below = bisect_left(holders, source)
-    if below < len(holders) and holders[below] == source:
-        return source
-    # The sources that do not hold the group are numbered without gaps. Holders therefore share
-    # them evenly.
-    return holders[(source - below + group) % len(holders)]
+        holders = self.holders[group]
+        if source in holders:
+            return source
+        # The sources that do not hold the group are numbered without gaps. Holders therefore share
+        # them evenly.
+        return holders[(source - bisect_left(holders, source) + group) % len(holders)]
 
 
 def even_placement(groups: int, ranks: int) -> GroupPlacement:

@@ -178,7 +178,8 @@ def from_factories(
         try:
             layer: object = factories[index]()
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"making layer {index} raised {described(error)}") from error
+            told = f"{type(error).__name__}: {error}{place(error)}"
+            raise ConfigError(f"making layer {index} raised {told}") from error
         if not isinstance(layer, nn.Module):
             kind = type(layer).__name__
             raise ConfigError(f"what should make layer {index} returned a {kind}, not a module")
@@ -198,10 +199,6 @@ def from_factories(
             return build(owned)
 
     return Model(tuple(names), build_aside, loss, pairs, takes_targets, count=counter_of(loss))
-
-
-def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}{place(error)}"
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:

@@ -248,7 +248,7 @@ def loads_of(placement: GroupPlacement, counts: Counts) -> list[float]:
 
 
 def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
-    """Divides the tokens of an expert among its holders, as `target_of` does."""
+    """Divides the tokens of an expert among its holders, as `GroupPlacement.target` does."""
     if len(holders) == 1:
         return {holders[0]: sum(tokens)}
     shares: dict[int, float] = {rank: tokens[rank] for rank in holders}

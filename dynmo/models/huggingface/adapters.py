@@ -93,7 +93,8 @@ class Adapters:
     ) -> None:
         self._files = AdapterFiles(Path(lora), names) if isinstance(lora, str | Path) else None
         given = lora if isinstance(lora, LoraConfig) or self._files is None else self._files.config
-        _check(given, is_folder=self._files is not None)
+        for problem in _problems(given, is_folder=self._files is not None):
+            raise ConfigError(problem)
         self.config = copy.deepcopy(cast(LoraConfig, given))
         self.config.task_type = self.config.task_type or TaskType.CAUSAL_LM
         if base is not None:
@@ -316,36 +317,29 @@ class AdapterFiles:
         return saved_name(name, self._names)
 
 
-def _check(lora: object, is_folder: bool) -> None:
-    """Refuses what is no LoRA, and options that cannot work.
+def _problems(lora: object, is_folder: bool) -> Iterator[str]:
+    """Yields why no model can have such adapters: it is no LoRA, or has an option that cannot work.
 
     Args:
         is_folder: Whether the config comes with the values of adapters.
-
-    Raises:
-        ConfigError: It names the option.
     """
     if not isinstance(lora, LoraConfig):
-        raise ConfigError(f"lora is a {type(lora).__name__}; give a peft.LoraConfig, or a folder")
-    for problem in _problems(lora, is_folder):
-        raise ConfigError(f"lora.{problem}")
-
-
-def _problems(lora: LoraConfig, is_folder: bool) -> Iterator[str]:
+        yield f"lora is a {type(lora).__name__}; give a peft.LoraConfig, or a folder"
+        return
     for name, reason in _REFUSED.items():
         if getattr(lora, name, None):
-            yield f"{name}: {reason}"
+            yield f"lora.{name}: {reason}"
     init = str(lora.init_lora_weights)
     is_unknown = init == "corda" or init.startswith("pissa_niter")
     if is_folder and is_unknown:
-        yield f"init_lora_weights = {init!r}: {_BASE}"
+        yield f"lora.init_lora_weights = {init!r}: {_BASE}"
     if init in _INITS and not is_folder:
-        yield f"init_lora_weights = {init!r}: {_DATA}"
+        yield f"lora.init_lora_weights = {init!r}: {_DATA}"
     velora = lora.velora_config
     if velora is not None and getattr(velora, "init_type", "") == "batch_average_once":
         yield (
-            "velora_config.init_type = 'batch_average_once': the first batch would decide on each "
-            "rank anew; use 'batch_average' or 'random'"
+            "lora.velora_config.init_type = 'batch_average_once': the first batch would decide on "
+            "each rank anew; use 'batch_average' or 'random'"
         )
 
 
