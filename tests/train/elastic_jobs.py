@@ -43,7 +43,7 @@ def with_newcomer(world: Meeting, config: dict[str, Any], newcomer: str) -> dict
     if newcomer == "joins":
         return _come(world, config)
     full = mock.Mock(side_effect=RunError("no room for a layer"))
-    with mock.patch.object(migration, "check_announced", full), pytest.raises(RunError) as failed:
+    with mock.patch.object(migration, "room_for", full), pytest.raises(RunError) as failed:
         _come(world, config)
     return {"left": True, "error": str(failed.value)}
 
