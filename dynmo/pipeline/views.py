@@ -70,7 +70,7 @@ class MeshView(_View):
     @property
     def microbatches(self) -> int:
         """Microbatches of a step on each replica."""
-        return self._changes.options.all_microbatches // self.world.replicas
+        return self._parts.steps.microbatches
 
     @property
     def ends(self) -> tuple[int, int]:
