@@ -129,7 +129,7 @@ class Pipeline:
         options = PipelineOptions(**given)
         if parallel.pipeline is None:
             options = options.model_copy(update={"pipeline": max(1, world.size // replicas)})
-        if not ranks.is_outside and options.world_size != world.size and not world.size % replicas:
+        if not ranks.is_outside and options.world_size != world.size:
             raise ConfigError(
                 f"{options.pipeline} ranks of a pipeline and {replicas} replicas need "
                 f"{options.world_size} ranks, but the world has {world.size}"
