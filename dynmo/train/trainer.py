@@ -188,7 +188,7 @@ class Trainer:
             return False
         # A newcomer takes part in the others' changes first, and reads its data then.
         self._stepped, self._mesh = True, None
-        self.first_step = self.pipeline.steps
+        self.first_step = self._evaluated = self.pipeline.steps  # the others have evaluated
         self._lowest = Lowest(**self.pipeline.extra.get("lowest", {}))
         self._open_log()
         return True

@@ -74,6 +74,22 @@ def test_a_run_that_has_ended_early_has_nothing_left(
         assert trainer(world, tmp_path, resume=True).run().steps == 8
 
 
+def test_a_newcomer_makes_no_evaluation_that_the_others_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for them for ever."""
+    with dynmo.init(device="cpu") as world:
+        first = trainer(world, tmp_path)
+        turn(first)
+        first._evaluated = 0  # as in a process that has just started
+        monkeypatch.setattr(first.pipeline, "join", lambda stopping: True)
+        assert first.join(lambda: False)
+        assert first._must_evaluate
+        assert first._evaluated == first.pipeline.steps == 1
+        assert first._log is not None
+        first._log.close()
+
+
 def test_a_run_resumes_from_before_its_first_evaluation(tmp_path: Path) -> None:
     with dynmo.init(device="cpu") as world:
         first = trainer(world, tmp_path, eval_every=4)
