@@ -289,13 +289,9 @@ class Trainer:
             interrupted |= self._finish(pipeline.drain())
         if self._must_evaluate and (step >= train.steps or not interrupted):
             self._evaluate()
-            if (
-                self.config.checkpoint.keep_best
-                and self._lowest.step == step
-                and self._checkpoints is not None
-            ):
-                keep = self.config.checkpoint.keep
-                pipeline.save(self._checkpoints, keep, self._extra(), best=step, wait=False)
+            options, is_best = self.config.checkpoint, self._lowest.step == step
+            if options.keep_best and is_best and self._checkpoints is not None:
+                pipeline.save(self._checkpoints, options.keep, self._extra(), step, wait=False)
         return interrupted
 
     @property
@@ -336,11 +332,10 @@ class Trainer:
         pipeline = self.pipeline
         self._finish(pipeline.finish())
         step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.digest(buffers=True)
+        trace = None if self._folder is None else self._folder / "trace.json"
         if step > self.first_step:
-            pipeline.measured.save_trace(
-                None if self._folder is None else self._folder / "trace.json"
-            )
-        account = pipeline.measured.account()
+            pipeline.measured.save_trace(trace)
+        loss, account = pipeline.measured.loss, pipeline.measured.account()
         is_whole, lowest = step >= self.config.train.steps, self._lowest
         if lowest.step is not None and self._log is not None and self._log.writes:
             _logger.warning(f"lowest held-out loss {lowest.loss:.6f} after step {lowest.step}")
@@ -352,30 +347,19 @@ class Trainer:
         self._tell(
             EndEvent(
                 step,
-                pipeline.measured.loss,
+                loss,
                 digest,
                 seconds,
                 reason="interrupted" if interrupted else "done" if is_whole else "stopped",
-                measure_seconds=account.measure_seconds,
-                decide_seconds=account.decide_seconds,
-                move_seconds=account.move_seconds,
-                spared_forwards=account.spared_forwards,
+                **vars(account),
                 buffers_digest=buffers,
-                gpu_seconds_returned=account.gpu_seconds_returned,
                 load=os.getloadavg()[0],
                 cores=os.cpu_count(),
                 device=self._world.device.type,
             )
         )
-        return RunResult(
-            pipeline.measured.loss,
-            digest,
-            buffers,
-            seconds,
-            interrupted,
-            step,
-            pipeline.mesh.partition.counts,
-        )
+        counts = pipeline.mesh.partition.counts
+        return RunResult(loss, digest, buffers, seconds, interrupted, step, counts)
 
     def settle(self) -> bool:
         """Waits for the verdict on the newest step. Returns whether the run is to stop."""
