@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -69,10 +70,22 @@ def dynmo(pool: Pool, files: Path, ranks: int, *arguments: str) -> Done:
 def check_end(done: Done, name: str) -> None:
     """The run ends as it did then. Bits depend on the processor and on torch."""
     assert done.status == 0, done.err
-    end, expected = json.loads(done.out), ENDS[name]
-    assert end["loss"] == pytest.approx(expected["loss"], rel=1e-3)
-    if [torch.__version__, torch.backends.cpu.get_cpu_capability()] == MACHINE:
-        assert {key: end[key] for key in expected} == expected
+    end, known = json.loads(done.out), ENDS[name]
+    assert end["loss"] == pytest.approx(known[0]["loss"], rel=1e-3)
+    if bits_of_machine() == MACHINE:
+        assert {key: end[key] for key in known[0]} in known
+
+
+def bits_of_machine() -> str:
+    """SHA-256 of products as models have them, which libraries compute by the processor."""
+    draw = torch.Generator().manual_seed(0)
+    digest = hashlib.sha256(torch.__version__.encode())
+    for size in (8, 16, 32, 64):
+        left, right = torch.randn(2, size, size, generator=draw)
+        each = (left @ right, left.softmax(1), torch.nn.functional.gelu(left), left.exp().sum(0))
+        for value in each:
+            digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("name", mostly_matrix(ENDS, ["plain", "pruned", "frozen", "experts"]))
