@@ -69,6 +69,9 @@ class Csv(_Rows):
     Args:
         path: The file. Rows are added to one that is there, under its columns. Rows from the first
             new step on are dropped, and so is a torn row.
+
+    Raises:
+        ConfigError: The file cannot be written, or another row is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,19 +93,19 @@ class Csv(_Rows):
     def _read(self) -> None:
         """Takes the columns and the places of the rows of a file that is there."""
         place = 0
-        for line in self._path.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), start=1):
             first, *rest = line.decode("utf-8", errors="replace").rstrip("\r\n").split(",")
             if not place:
                 self._names = rest
-            elif first.isdigit():
+            elif first.isdigit() and len(rest) == len(self._names):
                 self._rows[int(first)] = place
             else:
-                break
+                self._log.close()
+                columns = f"a step and {len(self._names)} numbers"
+                raise ConfigError(f"{self._path}:{number}: not a row of {columns}; remove the line")
             place += len(line)
         if not place:
             self._log.write(",".join(["step", *self._names]))
-        else:
-            self._log.truncate(place)
 
     def __call__(self, event: Event) -> None:
         """Writes the row of a step, in place of the rows from this step on."""

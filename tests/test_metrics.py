@@ -131,6 +131,15 @@ def test_table_keeps_the_columns_of_an_older_one(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[1:] == ["0,0.2,4.0", "1,0.1,3.0"]
 
 
+@pytest.mark.parametrize("row", ["1,0.2", "1,0.22,0.2,3.0", "x,0.2,3.0"])
+def test_damaged_row_of_a_table_is_named(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "numbers.csv"
+    path.write_text(text := f"step,step/seconds,step/loss\n0,0.2,4.0\n{row}\n2,0.2,3.5\n")
+    with pytest.raises(ConfigError, match=r"numbers\.csv:3: not a row of a step and 2 numbers"):
+        Csv(path)
+    assert path.read_text() == text
+
+
 def test_numbers_of_ranks_are_the_greatest_and_each() -> None:
     numbers = dict(numbers_of(replace(step(0, 3.0), memory=(5, 8))))
     assert numbers["step/memory"] == numbers["step/memory/1"] == 8

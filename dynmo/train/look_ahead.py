@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import tomllib
 from collections import deque
@@ -13,9 +14,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import mean, median
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,8 @@ from dynmo.data.corpus import DTYPES, VOCAB
 from dynmo.data.order import held_out_text
 from dynmo.data.records import BrokenSampleError, WithHeldOut, load_module, open_records
 from dynmo.data.samples import Sample
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, Interrupted
+from dynmo.files import write_whole
 from dynmo.models.model import Model
 from dynmo.train.data import open_batches, open_text, order_of, tokenizer_of
 from dynmo.train.setup import model_of
@@ -237,6 +240,7 @@ def tokenise(config: Config, out: Path, workers: int, listen: Listener) -> Token
     Raises:
         ConfigError: The data cannot be read, or a sample is broken and `data.broken` is "stop".
         OSError: The file cannot be written.
+        Interrupted: SIGTERM came before the file was whole.
     """
     model = model_of(config)
     if config.data.has_samples:
@@ -248,11 +252,31 @@ def tokenise(config: Config, out: Path, workers: int, listen: Listener) -> Token
 def _whole(out: Path) -> Generator[Path]:
     """Gives a name to write to. The file gets its own name at the end, or goes."""
     partial = out.with_name(f"{out.name}.tmp")
+    with _sigterm_raises(f"ended by SIGTERM; {out} was not written"):
+        try:
+            yield partial
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _sigterm_raises(message: str) -> Generator[None]:
+    """Makes the first SIGTERM an error, so that files and processes are cleared away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(message)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield partial
-        partial.replace(out)
+        yield
     finally:
-        partial.unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -269,7 +293,7 @@ def _write_text(config: Config, model: Model, out: Path, listen: Listener) -> To
             piece = corpus[start : start + _TOKENS]
             file.write(piece.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             listen(min(start + _TOKENS, len(corpus)), len(corpus))
-    Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "vocab": vocab}) + "\n")
+    write_whole(Path(f"{out}.json"), json.dumps({"dtype": dtype, "vocab": vocab}) + "\n")
     return Tokenised(f"tokens:{out}", None, len(corpus))
 
 
@@ -349,6 +373,7 @@ def _all_encoded(
     starts = deque(range(0, count, _ROWS))
     running = deque[tuple[int, Future[_Encoded]]]()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
+    others = {*active_children()}
     with ProcessPoolExecutor(
         workers,
         mp_context=get_context("spawn"),
@@ -363,5 +388,8 @@ def _all_encoded(
                     running.append((stop, pool.submit(_encode, start, stop)))
                 stop, future = running.popleft()
                 yield stop, future.result()
-        finally:
+        except BaseException:  # nobody wants what the workers are still encoding
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in {*active_children()} - others:
+                worker.terminate()
+            raise

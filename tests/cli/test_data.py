@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +26,7 @@ from dynmo.train.data import open_batches, open_text
 from dynmo.train.setup import model_of
 from tests.cli.runs import Run, assert_refused, end
 from tests.combinations import mostly_matrix
-from tests.processes import start
+from tests.processes import start, wait_until
 
 RECORDS = 300
 ROWS = [
@@ -143,6 +147,47 @@ def test_worker_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     look_ahead._end_with_parent(partial)
     assert ended == [1]
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("source", ["jsonl:rows.jsonl", "file:text.txt"])
+def test_sigterm_leaves_no_file(
+    folder: Path, dynmo: Run, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "text.txt").write_text("import this\n" * 100)
+    write(folder, source=source)
+
+    def encoded(*_: Any) -> Iterator[tuple[int, Any]]:
+        yield 0, ([], [])
+
+    def told(count: int, whole: int) -> None:
+        if list(folder.glob("out*")):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(look_ahead, "_all_encoded", encoded)
+    monkeypatch.setattr("dynmo.cli.data.progress", lambda _: nullcontext(told))
+    done = dynmo("data", "run.toml", "--out", "out")
+    assert (done.status, done.out) == (130, "")
+    assert done.err.splitlines()[-1] == "dynmo: ended by SIGTERM; out was not written"
+    assert not list(folder.glob("out*"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.matrix
+def test_sigterm_ends_the_workers(folder: Path) -> None:
+    """At once, though their first samples are not encoded."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS * 100)))
+    call = [sys.executable, "-m", "dynmo", "data", "run.toml", "--out", "out", "--workers", "2"]
+    process = start(call, folder)
+    wait_until(Path("out.tmp").exists, 60)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) > 2, 60)
+    workers = children.read_text().split()
+    process.send_signal(signal.SIGTERM)
+    status, _, told = end(process)
+    assert (status, told.splitlines()[-1][:15]) == (130, "dynmo: ended by")
+    wait_until(lambda: not any(Path("/proc", each).exists() for each in workers), 5)
+    assert not list(folder.glob("out*"))
 
 
 @pytest.mark.matrix
