@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
-from dynmo.errors import RunError
 from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
 from dynmo.pipeline.options import Checkpoints
 from dynmo.pipeline.stop_flag import StopFlag, stop_flag
+from dynmo.runtime.comm.agreement import NotWritten
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.checkpoint import Save
 
@@ -144,7 +144,7 @@ class AutoSave:
         step = save.step - 1
         try:
             saved = save.complete()
-        except RunError as error:
+        except NotWritten as error:
             if raises:
                 raise
             self._tell(FaultEvent(step, f"{error}; the run goes on"))

@@ -264,6 +264,7 @@ class Parts:
         identity = self.identity
         if self.outside is None:
             self.outside = self.steps.done
+            self.saves.close()  # a signal has nothing to save here
             del self.engine, self.changes, self.steps
             gc.collect()
             if self.world.device.type == "cuda":

@@ -595,8 +595,9 @@ class Pipeline:
             The results that were not returned before.
         """
         results, saves = self.drain(), self._parts.saves
-        saves.if_due(self.steps, at_end=True)
-        saves.complete()
+        if not self.left:
+            saves.if_due(self.steps, at_end=True)
+            saves.complete()
         saves.close()
         self._parts.tell(self._changes.rebalancer.close_measurement(self.steps))
         return results

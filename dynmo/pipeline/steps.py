@@ -94,8 +94,10 @@ class Steps:
         step, changes = self.done, self._changes
         if changes.made == step:
             return ()
-        has_saved = self._saves.if_due(step)
-        results = self.drain() if has_saved or changes.are_due(step) else ()
+        # First what is under way, since newcomers know nothing of its flags.
+        results = self.drain() if changes.are_due(step) else ()
+        if self._saves.if_due(step):
+            results += self.drain()
         if changes.elastic is not None and changes.elastic.acts(step):
             self._saves.complete()  # a rank that leaves has a part in it
         changes.make(step)

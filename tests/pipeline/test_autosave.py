@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 
 import dynmo
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.pipeline import autosave
 from dynmo.pipeline.stop_flag import stop_flag
@@ -87,6 +88,15 @@ def test_a_signal_saves_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
         assert row["after TERM"] == ["step-000003", "step-000005"]
 
 
+def test_rank_that_has_left_saves_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Its layers are those of other ranks now. Signals end it while it waits."""
+    stays, leaves = pool.run(JOBS + "leave", 2, folder=str(tmp_path))
+    assert (stays["left"], leaves["left"]) == (False, True)
+    assert leaves["signals"] == "as before"
+    assert saved(tmp_path) == ["step-000004"]
+    checkpoint.verify(tmp_path / "step-000004")
+
+
 def test_signals_are_as_before_once_training_is_over(world: dynmo.World, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path))
@@ -128,6 +138,49 @@ def test_failure_is_told_once_and_the_run_goes_on(world: dynmo.World, tmp_path: 
     assert faults[0].endswith("the run goes on")
     assert saved(tmp_path) == ["step-000006", "step-000007"]
     assert make(world).load(tmp_path) == 7
+
+
+def test_folder_that_cannot_be_made_is_told(world: dynmo.World, tmp_path: Path) -> None:
+    """A save at the end raises, as there is no later one."""
+    events, folder = list[Event](), tmp_path / "file"
+    folder.touch()
+    saves = dynmo.Checkpoints(folder=folder, every=2)
+    pipeline = make(world, checkpoint=saves, log=dynmo.Log(listen=events.append))
+    train(pipeline, 5)
+    faults = [event.what for event in events if isinstance(event, FaultEvent)]
+    assert len(faults) == 2
+    assert "step-000002.tmp could not be written (rank 0: Not a directory)" in faults[0]
+    with pytest.raises(RunError, match=r"step-000005\.tmp could not be written"):
+        pipeline.finish()
+    folder.unlink()
+    train(pipeline, 7)
+    pipeline.finish()
+    assert saved(folder) == ["step-000006", "step-000007"]
+
+
+def test_process_that_cannot_start_fails_one_save(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, every=2))
+    background._end()
+    with mock.patch("subprocess.Popen", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        train(pipeline, 3)
+    train(pipeline, 4)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000004"]
+
+
+def test_extra_is_that_of_the_step(world: dynmo.World, tmp_path: Path) -> None:
+    """The loop goes on to change it while the checkpoint is written."""
+    losses = list[float]()
+    saves = dynmo.Checkpoints(folder=tmp_path, every=2, extra=lambda: {"losses": losses})
+    pipeline = make(world, checkpoint=saves)
+    background._end()
+    writer = background._running().process
+    writer.send_signal(signal.SIGSTOP)
+    for step in range(3):
+        losses.append(pipeline.step(*batch(step)).loss)
+    writer.send_signal(signal.SIGCONT)
+    pipeline.load(tmp_path)
+    assert pipeline.extra == {"losses": losses[:2]}
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -230,3 +283,22 @@ def signalled(world: Meeting, folder: str) -> dict[str, Any]:
     row = {"stops": stops, "after USR1": after, "after TERM": saved(path)}
     pipeline.close()
     return row
+
+
+def leave(world: Meeting, folder: str) -> dict[str, Any]:
+    before = signal.getsignal(signal.SIGTERM)
+    elastic = dynmo.Elastic(reshape_at=((2, 1, 1),))
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=folder), elastic=elastic)
+    while pipeline.steps < 4:
+        pipeline.adapt()
+        if pipeline.left:
+            break
+        pipeline.step(*batch(pipeline.steps))
+    pipeline.finish()
+    left, changed = pipeline.left, False
+    if left:
+        train_again = pipeline.join(lambda: True)
+        assert not train_again
+        changed = signal.getsignal(signal.SIGTERM) is not before
+    pipeline.close()
+    return {"left": left, "signals": "others" if changed else "as before"}

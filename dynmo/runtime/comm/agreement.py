@@ -121,6 +121,10 @@ def share_texts(world: RankGroup, text: str, what: str) -> list[str]:
     return [row.numpy().tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]
 
 
+class NotWritten(RunError):
+    """Some rank could not write its part of a folder."""
+
+
 class Attempt:
     """The parts that ranks write of a folder.
 
@@ -142,13 +146,13 @@ class Attempt:
             self._failure = self._failure or error
 
     def agree(self, what: str) -> None:
-        """Raises RunError on every rank if a part failed on any."""
+        """Raises NotWritten on every rank if a part failed on any."""
         failures = share_failures(self._world, self._failure, what)
         if not failures:
             return
         if self._world.everyone.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
         why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        raise RunError(
+        raise NotWritten(
             f"{self._partial} could not be written ({why}); {self._untouched}"
         ) from self._failure

@@ -42,7 +42,8 @@ class Writer:
     def __init__(self) -> None:
         self.works_on: MemoryFiles | None = None
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.enter_context(self.socket)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -51,6 +52,7 @@ class Writer:
                 env={key: os.environ[key] for key in _VARIABLES if key in os.environ},
                 start_new_session=True,  # Ctrl-C in a terminal reaches every process of a session
             )
+            undo.pop_all()
 
     def close(self) -> None:
         """Ends the process. It finishes what it writes."""
@@ -90,7 +92,7 @@ class MemoryFiles:
     def __init__(self) -> None:
         self.memory: IO[bytes] = os.fdopen(os.memfd_create("checkpoint"), "w+b")
         self._ends: list[tuple[str, int]] = []
-        self._answer: bytes | None = None
+        self._answer: bytes | None = b"+"  # None once the writer has them
 
     def end_file(self, path: Path) -> None:
         """Ends the content of the file that will be at `path`."""
@@ -106,6 +108,7 @@ class MemoryFiles:
         Raises:
             OSError: No process could be started, or the one that was there has ended.
         """
+        self.memory.seek(self.bytes)  # without what a file that failed has left
         self.memory.write(json.dumps(self._ends).encode())
         words = json.dumps([self.bytes, self.memory.tell()]).encode()
         self.memory.flush()
@@ -121,7 +124,7 @@ class MemoryFiles:
                     if not again:
                         raise
                 else:
-                    _running().works_on = self
+                    _running().works_on, self._answer = self, None
                     return
 
     @property

@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.files import write_whole
-from dynmo.runtime.comm.agreement import Attempt
+from dynmo.runtime.comm.agreement import Attempt, NotWritten
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.state.background import MemoryFiles
 from dynmo.runtime.state.layer_tensors import Contents, Manifest, base_of, contents, describe
@@ -141,9 +142,6 @@ class Save:
         keep: Number of checkpoints that stay, this one included.
         best: Step of a checkpoint that stays beside them.
         behind: Whether a process beside each rank writes, while training goes on.
-
-    Raises:
-        RunError: Rank 0 could not make the folder. Every rank raises it.
     """
 
     def __init__(
@@ -160,17 +158,25 @@ class Save:
     ) -> None:
         self._start = time.perf_counter()
         self._world, self._folder, self.step = world, folder, step
-        self._names, self._state = names, state
+        self._names = names
         self._keep, self._best = keep, best
         self.path = folder / f"step-{step:06d}"
         self._partial = self.path.with_suffix(".tmp")
         self._attempt = Attempt(world, self._partial, "earlier checkpoints are untouched")
+        self._memory: MemoryFiles | None = None
+        self._failure: NotWritten | None = None  # `complete` raises it
         with self._attempt.part():
+            self._state = deepcopy(state)  # what it refers to may change before it is written
             if world.rank == 0:
                 _remove(self._partial)
                 self._partial.mkdir(parents=True)
-        self._attempt.agree("the checkpoint's folder")
-        self._memory = MemoryFiles() if behind else None
+        try:
+            self._attempt.agree("the checkpoint's folder")
+        except NotWritten as error:
+            self._failure = error
+        with self._attempt.part():
+            if behind and self._failure is None:
+                self._memory = MemoryFiles()
         self._layers: list[int] = []
         self._digests: list[bytes] = []
         self._bytes = 0
@@ -181,11 +187,11 @@ class Save:
         The layers may change once this returns.
         """
         # The loop runs to the end, whatever fails: with ZeRO-1 the replicas gather states together.
-        for index, (module, optimizer_state) in layers:
+        for index, (module, optimizer_state) in () if self._failure else layers:
             with self._attempt.part():
                 self._add(index, module, optimizer_state)
         with self._attempt.part():
-            if self._memory is not None:
+            if self._memory is not None and self._failure is None:
                 self._memory.send()
         self._waited = time.perf_counter() - self._start
 
@@ -220,10 +226,12 @@ class Save:
         """Waits for the files, and gives the checkpoint its name. All ranks call it together.
 
         Raises:
-            RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
-                that were there before are untouched.
+            NotWritten: Some rank could not write its part. Every rank raises it, and earlier
+                checkpoints are untouched.
         """
         begin, world, step = time.perf_counter(), self._world, self.step
+        if self._failure is not None:
+            raise self._failure
         with self._attempt.part():
             if self._memory is not None:
                 self._digests = self._memory.digests()
