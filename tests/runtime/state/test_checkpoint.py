@@ -223,7 +223,7 @@ def test_full_disk_on_one_rank_fails_on_all_ranks(pool: Pool, tmp_path: Path) ->
     """All ranks raise the same error, and no rank waits for the failed one."""
     said = pool.run(JOBS + "save_on_a_full_disk", 2, folder=str(tmp_path), full=1)
     what = f"{tmp_path}/step-000001.tmp could not be written (rank 1: No space left on device)"
-    assert [[kind, text.split(";")[0]] for kind, text in said] == [["RunError", what]] * 2
+    assert [[kind, text.split(";")[0]] for kind, text in said] == [["NotWritten", what]] * 2
     assert names(tmp_path) == []
 
 
