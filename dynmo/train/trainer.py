@@ -239,7 +239,7 @@ class Trainer:
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         start, interrupted = time.perf_counter(), False
         if self._must_evaluate and self._evaluated < self.pipeline.steps:
-            self._evaluate()  # a stop came before it
+            self._evaluate()  # time ran out before it
         while not self._is_done and not interrupted:
             try:
                 interrupted = self.turn(stopping())
@@ -287,11 +287,14 @@ class Trainer:
         if self._must_evaluate or interrupted or step == train.steps:
             # A wish to stop may be found in any of the results.
             interrupted |= self._finish(pipeline.drain())
-        if self._must_evaluate and (step >= train.steps or not interrupted):
+        if self._must_evaluate:
             self._evaluate()
+            # A stop has saved before, in case that time runs out now.
             options, is_best = self.config.checkpoint, self._lowest.step == step
-            if options.keep_best and is_best and self._checkpoints is not None:
-                pipeline.save(self._checkpoints, options.keep, self._extra(), step, wait=False)
+            best = step if options.keep_best and is_best else None
+            again = best is not None or (interrupted and options.every)
+            if again and self._checkpoints is not None:
+                pipeline.save(self._checkpoints, options.keep, self._extra(), best, wait=False)
         return interrupted
 
     @property
