@@ -157,6 +157,7 @@ class Loader:
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
         self._step, position = int(state["step"]), state.get("position")
+        self._drawn_at = -1  # steps of the pipeline when the last batch was drawn
         digest, length, others = None, 0, 0
         if pipeline.needs_data:
             if self._held_out is None and self._own_source is not None:
@@ -210,10 +211,11 @@ class Loader:
             ConfigError: A sample is broken, or the source cannot be read any more.
         """
         if self._place() != self._opened:
-            self._open(self.state_dict())
+            self._open(self._position(self._step))
         step, ahead = self._step, self._ahead
         if self.steps is not None and step >= self.steps:
             raise StopIteration
+        self._drawn_at = self._pipeline.steps
         if ahead is None or self._batches is None:
             self._step += 1
             return None
@@ -244,13 +246,17 @@ class Loader:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data, as JSON. That of rank 0 is enough for all."""
+        """Returns the position in the data, as JSON. That of rank 0 is enough for all.
+
+        A batch that was drawn, but that no step has trained yet, comes next.
+        """
+        return self._position(self._step - (self._drawn_at == self._pipeline.steps))
+
+    def _position(self, step: int) -> dict[str, Any]:
         position = None
         if isinstance(self._records, Stream):
-            position = self._records.position(
-                self._records.held_out + self._step * self._global_batch
-            )
-        return {"step": self._step, "position": position}
+            position = self._records.position(self._records.held_out + step * self._global_batch)
+        return {"step": step, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a position. All ranks call it together. That of rank 0 counts.

@@ -66,6 +66,29 @@ def test_ends_of_a_pipeline_read_alone(pool: Pool) -> None:
     assert rows[0]["read"] == rows[2]["read"]
 
 
+def test_checkpoint_of_a_loop_skips_no_batch(tmp_path: Path) -> None:
+    """`step` saves before it trains, when the loop has drawn its batch already."""
+    with dynmo.init(device="cpu") as world:
+        options = dynmo.ModelOptions(kind="hf", path=model(), sequence=32)
+        saves = dynmo.Checkpoints(
+            folder=tmp_path, every=2, extra=lambda: {"data": loader.state_dict()}
+        )
+        pipeline = dynmo.Pipeline(
+            dynmo.load_model(options), world, microbatches=2, checkpoint=saves
+        )
+        source = [{"input_ids": [number, 2]} for number in range(20)]
+        loader = dynmo.Loader(pipeline, source, micro_batch=1, sequence=32)
+        for batch in loader:
+            pipeline.step(batch)
+            if pipeline.steps == 3:
+                break
+        pipeline.load(tmp_path)
+        assert pipeline.steps == 2
+        assert pipeline.extra["data"]["step"] == 2
+        loader.close()
+        pipeline.close()
+
+
 def test_wrong_options_are_one_line() -> None:
     with dynmo.init(device="cpu") as world:
         options = dynmo.ModelOptions(kind="hf", path=model(), sequence=32)
