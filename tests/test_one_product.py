@@ -32,6 +32,7 @@ OF_THE_COMMAND = {
     "train.eval_batches": "data",
     "train.patience": "data: a loop ends when it likes",
     "parallel.pipeline": "launching: a world has its ranks",
+    "launch.restarts": "launching",
     "checkpoint.every": "log: a loop calls save when it likes",
     "checkpoint.keep_best": "log: a loop gives save(best=)",
     "metrics.to": "log: a loop gives dynmo.Csv, TensorBoard or WandB to listen",

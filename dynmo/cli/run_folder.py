@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 RUNS, EVENTS = Path("runs"), "events.jsonl"
+NOTHING_TO_SAVE = "interrupted before the first step, so there is nothing to save"
 
 
 @contextlib.contextmanager
@@ -51,6 +53,9 @@ def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
             if is_kept and before.replaced is not None:
                 how = _how_to_resume(folder)
                 error.args = (f"{error}; the run before is kept{how and f', and {how}'}",)
+            elif is_kept and isinstance(error, Interrupted):
+                how = _how_to_resume(folder)
+                error.args = (f"{NOTHING_TO_SAVE}{how and f'; {how}'}",)
             elif isinstance(error, RunError) and folder.is_dir():
                 error.args = (f"{error}; {how_to_go_on(folder)}",)
             raise
@@ -89,6 +94,32 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints of a run, the newest last."""
     saved = (folder / "checkpoints").glob("step-*[0-9]")
     return sorted(saved, key=lambda path: (len(path.name), path.name))
+
+
+def make_ready_again(config: Config) -> bool:
+    """Prepares runs/NAME for another attempt. Returns whether that resumes."""
+    folder = RUNS / config.name
+    resumes = bool(_checkpoints(folder))
+    try:
+        _prepare(folder, config, resumes, overwrite=False, again=True)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made ready: {error}") from None
+    return resumes
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a run, if there is one."""
+    return next(reversed(_checkpoints(folder)), None)
+
+
+def steps_done(folder: Path) -> int:
+    """Returns the number of steps that a run has done, as its log has it."""
+    last = b""
+    with contextlib.suppress(OSError), (folder / EVENTS).open("rb") as log:
+        for line in log:
+            if line.startswith(b'{"event": "step",') and line.endswith(b"\n"):
+                last = line
+    return json.loads(last)["step"] + 1 if last else 0
 
 
 @contextlib.contextmanager
@@ -136,12 +167,13 @@ class _Before:
 
     def restore(self, folder: Path) -> None:
         if self.config is not None:
-            _write_config(folder, self.config)
+            if folder.is_dir():  # others may have moved it
+                _write_config(folder, self.config)
             return
         if self.replaced is not None:  # the logs of the ranks say what was wrong
             for log in folder.glob("rank-*.log"):
                 log.rename(self.replaced / log.name)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         if self.replaced is not None:
             self.replaced.rename(folder)
 
@@ -155,8 +187,14 @@ def _write_config(folder: Path, text: str) -> None:
     write_whole(path, text)
 
 
-def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Before:
-    """Makes the folder with the run's config, and returns its content before."""
+def _prepare(
+    folder: Path, config: Config, resume: bool, overwrite: bool, again: bool = False
+) -> _Before:
+    """Makes the folder with the run's config, and returns its content before.
+
+    Args:
+        again: Whether the folder is that of an earlier attempt of the same run.
+    """
     if _aside(folder).exists() and not _size(folder / EVENTS):
         # An attempt to replace the run failed before its first event.
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,7 +205,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> _Be
         before = _Before(config=recorded)
         config = _with_recorded(config, recorded)
         _tell_changes(recorded, config.to_toml())
-    elif folder.exists():
+    elif folder.exists() and not again:
         before = _Before(replaced=_set_aside(folder, overwrite))
     try:
         folder.mkdir(parents=True, exist_ok=True)

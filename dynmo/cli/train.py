@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -32,8 +33,18 @@ from dynmo.cli.rank_process import (
     stdout_for_json,
     with_known_steps,
 )
-from dynmo.cli.run_folder import RUNS, forget_replaced, how_to_go_on, run_folder
-from dynmo.errors import ConfigError
+from dynmo.cli.run_folder import (
+    NOTHING_TO_SAVE,
+    RUNS,
+    forget_replaced,
+    how_to_go_on,
+    make_ready_again,
+    newest_checkpoint,
+    run_folder,
+    steps_done,
+)
+from dynmo.errors import ConfigError, Interrupted
+from dynmo.options import Whole
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -64,6 +75,8 @@ class TrainOptions(OfRun):
     """Print plan and memory; train nothing."""
     launcher: Launcher | None = None
     """Who starts the ranks (default: local)."""
+    restarts: Whole | None = None
+    """Starts again so often after a failure (launch.restarts)."""
     join: bool = False
     """Become a rank of runs/NAME while it trains."""
 
@@ -72,17 +85,19 @@ class TrainOptions(OfRun):
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
         starts = self.overwrite or self.dry_run or self.launcher is not None
+        starts = starts or self.restarts is not None
         if self.join and (starts or (self.resume and not may_start)):
             raise ConfigError(
-                "--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run "
-                "that goes on as it is"
+                "--join excludes --resume, --overwrite, --dry-run, --launcher and --restarts: it "
+                "joins a run that goes on as it is"
             )
 
 
 @command
 def train(options: TrainOptions) -> None:
-    from dynmo.elastic.launcher.rank_side import is_local_rank
+    from dynmo.elastic.launcher.rank_side import is_local_rank, survive_save_signal
 
+    survive_save_signal()
     import_from_working_folder()
     if is_local_rank():
         raise typer.Exit(_local_newcomer(options) if options.join else _local_rank(options))
@@ -92,7 +107,9 @@ def train(options: TrainOptions) -> None:
 
     may_start = "RANK" in os.environ
     options.check_combination(may_start)
-    config = load(options.config, options.set_ or [])
+    restarts = options.restarts
+    sets = [] if restarts is None else [f"launch.restarts={restarts}"]
+    config = load(options.config, [*(options.set_ or []), *sets])
     if options.join and (status := _join(config, options, may_start)) is not None:
         raise typer.Exit(status)
     if options.dry_run:
@@ -101,20 +118,54 @@ def train(options: TrainOptions) -> None:
     # In a batch job of Slurm the launcher finds the environment of a rank.
     rendezvous = from_environment() if options.launcher is None else None
     if rendezvous is None:
-        check_input(config)
-        config = with_known_steps(config, options.as_json)
+        with _stopped_before_the_ranks():
+            check_input(config)
+            config = with_known_steps(config, options.as_json)
         with run_folder(config, options.resume, options.overwrite) as folder:
-            raise typer.Exit(_spawn(config, folder, options))
+            raise typer.Exit(_train_with_restarts(config, folder, options))
+    if restarts is not None:
+        raise ConfigError(
+            "--restarts has no effect on ranks that another launcher started; leave it out, and "
+            "give torchrun --max-restarts"
+        )
     raise typer.Exit(_joined_rank(config, rendezvous, options))
 
 
 # -- the process that starts the ranks -------------------------------------------------------------
 
 
-def _spawn(config: Config, folder: Path, options: TrainOptions) -> int:
+@contextlib.contextmanager
+def _stopped_before_the_ranks() -> Iterator[None]:
+    """Tells of a signal that comes before there are ranks."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(NOTHING_TO_SAVE) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _train_with_restarts(config: Config, folder: Path, options: TrainOptions) -> int:
+    from dynmo.elastic.launcher.restarts import with_restarts
+
+    resumes = options.resume
+
+    def attempt() -> int:
+        return _spawn(config, folder, options, resumes)
+
+    def prepare() -> str:
+        nonlocal resumes
+        resumes = make_ready_again(config)
+        return f"goes on from {newest_checkpoint(folder)}" if resumes else "begins anew"
+
+    return with_restarts(attempt, config.launch.restarts, lambda: steps_done(folder), prepare)
+
+
+def _spawn(config: Config, folder: Path, options: TrainOptions, resumes: bool) -> int:
     from dynmo.elastic.launcher.supervisor import spawn
 
-    flags = [*["--resume"] * options.resume, *["--json"] * options.as_json]
+    flags = [*["--resume"] * resumes, *["--json"] * options.as_json]
     line = rank_command("train", str(folder / "config.toml"), *flags)
     launcher = options.launcher or Launcher.local
     rendezvous_file = folder / "rendezvous.json"  # for newcomers

@@ -193,6 +193,14 @@ else:
     )
 
 
+class LaunchSection(Options):
+    """How `dynmo train` starts the ranks."""
+
+    restarts: Whole = 0
+    """How often a run that fails is started again, from its newest checkpoint. A fault that comes
+    twice at the same step ends the run all the same. Under torchrun, `--max-restarts` counts."""
+
+
 class CheckpointSection(SaveOptions):
     """When checkpoints are saved."""
 
@@ -252,6 +260,8 @@ class Config(Options):
     """The dynamic cases of the run, and the options of each."""
     elastic: Elastic = Elastic()
     """Changes of the mesh while training."""
+    launch: LaunchSection = LaunchSection()
+    """How `dynmo train` starts the ranks."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are saved."""
     trace: TraceSection = TraceSection()

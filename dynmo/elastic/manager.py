@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 Kind = Literal["released", "started", "failed"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAVE_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)

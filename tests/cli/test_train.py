@@ -193,7 +193,9 @@ def test_failed_run_says_how_to_go_on(
     assert not (tmp_path / "runs/new").exists(), "the next attempt can make it"
     kind, text = Interrupted, "interrupted while starting or finishing"
     new = run(tmp_path, "run.toml", sets=("name=new",))
-    assert new == (130, "", f"dynmo: {text}\n")
+    nothing = "interrupted before the first step, so there is nothing to save"
+    assert new == (130, "", f"dynmo: {nothing}\n")
+    assert run(tmp_path, "run.toml", "--resume") == (130, "", f"dynmo: {nothing}; {on}\n")
 
 
 def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from dynmo.config import load
+from dynmo.event_log import read
+from dynmo.report.summary import summarize
+from tests.cli.conftest import ENDS
 from tests.cli.runs import (
     GPT,
     LONG,
@@ -29,7 +32,7 @@ from tests.cli.runs import (
     tree,
 )
 from tests.pool import Pool
-from tests.processes import ranks, start, wait_until
+from tests.processes import catches, ranks, start, wait_until
 
 # A torch whose import does not end.
 SLOW_TORCH = """
@@ -136,7 +139,8 @@ def test_interrupt_during_start_leaves_no_run(work: Path) -> None:
     process = train(work, env={"PYTHONPATH": path})
     wait_until(lambda: all((work / f"imports-{rank}").exists() for rank in range(2)), 120)
     os.killpg(process.pid, signal.SIGINT)
-    assert end(process) == (130, "", "dynmo: interrupted while starting or finishing\n")
+    told = "interrupted before the first step, so there is nothing to save"
+    assert end(process) == (130, "", f"dynmo: {told}\n")
     assert not list((work / "runs").iterdir())
 
 
@@ -252,3 +256,56 @@ def test_signal_to_one_slurm_task_stops_all_tasks(work: Path) -> None:
     result = json.loads(first.out)
     assert (result["interrupted"], result["steps"]) == (True, steps(work, "main"))
     assert events(work, "main")[-1]["reason"] == "interrupted"
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+KILLS = ENDS.replace("os.kill(", "left = name.rename(f'done {name}'); os.kill(").replace(
+    "name.read_text()", "left.read_text()"
+)
+
+
+@pytest.mark.matrix
+def test_restarted_run_ends_with_equal_weights(base: Base, work: Path) -> None:
+    """Three ranks die: before the first checkpoint, and after the second and the third one."""
+    text = (base.folder / "run.toml").read_text().replace("ends:Ends", "kills:Ends")
+    (work / "run.toml").write_text(text)
+    (work / "kills.py").write_text(KILLS)
+    for place in ("step 3 of rank 1", "step 12 of rank 0", "step 18 of rank 1"):
+        (work / place).write_text("SIGKILL")
+    done = end(train(work, "--json", "--restarts", "3"), 120)
+    assert done.status == 0, done.err
+    told = [line for line in done.err.splitlines() if line.startswith("dynmo:")]
+    ends = ("begins anew", *["goes on from runs/main/checkpoints/step-0000(05|10|15)"] * 2)
+    for number, (line, how) in enumerate(zip(told, ends, strict=True), start=1):
+        killed = r"dynmo: after \d+ steps: rank \d was ended by SIGKILL.*; restart"
+        assert re.fullmatch(f"{killed} {number} of 3 {how}", line)
+    result = json.loads(done.out)
+    assert result["weights_digest"] == json.loads(base.done.out)["weights_digest"]
+    assert summarize(read(work / "runs/main/events.jsonl")).steps == 40
+
+
+@pytest.mark.matrix
+def test_fault_that_comes_again_ends_the_run(work: Path) -> None:
+    sets = (*of("tires"), "checkpoint.every=0")
+    done = end(train(work, "--restarts", "5", sets=sets), 120)
+    assert done.status == 1
+    first, last = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
+    assert "after 2 steps" in first
+    assert "restart 1 of 5 begins anew" in first
+    assert "came twice after 2 steps" in last
+    assert "tired of this" in last
+
+
+@pytest.mark.matrix
+def test_signal_to_the_launcher_saves(work: Path) -> None:
+    process = train(work, sets=(*LONG, "checkpoint.every=100000"))
+    process.send_signal(signal.SIGUSR1) if catches(process, signal.SIGUSR1) else None
+    wait_until(lambda: steps(work, "main") >= 1, 120)
+    process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: any((work / "runs/main/checkpoints").glob("step-*[0-9]")))
+    process.send_signal(signal.SIGTERM)
+    done = end(process)
+    assert done.status == 130
+    saved = [e["step"] for e in events(work, "main") if e["event"] == "checkpoint"]
+    assert len(saved) == 2

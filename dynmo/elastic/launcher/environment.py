@@ -10,10 +10,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-from dynmo.elastic.manager import STOP_SIGNALS, own_node
+from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, own_node
 from dynmo.errors import RunError
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
@@ -90,16 +92,42 @@ def launch_folder(folder: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass
+class Asked:
+    """What signals have asked a launcher for.
+
+    Attributes:
+        stops: Number of SIGINT and SIGTERM.
+        saves: Number of SIGUSR1 that no rank has got yet.
+    """
+
+    stops: int = 0
+    saves: int = 0
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == SAVE_SIGNAL:
+            self.saves += 1
+        else:
+            self.stops += 1
+
+
+_asked: Asked | None = None
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Yields SIGINT and SIGTERM that come while it is open. They ask for a stop."""
-    asked: list[int] = []
-    before = {
-        each: signal.signal(each, lambda number, _: asked.append(number)) for each in STOP_SIGNALS
-    }
+def signals_heard() -> Iterator[Asked]:
+    """Yields what signals ask for while it is open. One within another is the same."""
+    global _asked
+    if _asked is not None:
+        yield _asked
+        return
+    _asked = Asked()
+    before = {each: signal.signal(each, _asked.take) for each in (*STOP_SIGNALS, SAVE_SIGNAL)}
     try:
-        yield asked
+        yield _asked
     finally:
+        _asked = None
         for number, handler in before.items():
             signal.signal(number, handler)
 

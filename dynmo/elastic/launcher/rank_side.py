@@ -14,9 +14,10 @@ import sys
 import traceback
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from dynmo.elastic.launcher.failure import Failure
-from dynmo.elastic.manager import STOP_SIGNALS, own_node
+from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, own_node
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 from dynmo.files import write_whole
 
@@ -42,7 +43,8 @@ def enter_rank(log: Path | None = None) -> None:
             _native_stderr_to(log)
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    survive_save_signal()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
     if sys.platform == "linux" and "DYNMO_LAUNCHER" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # the launcher died before prctl
@@ -52,6 +54,18 @@ def enter_rank(log: Path | None = None) -> None:
         about["step"] = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     with contextlib.suppress(OSError):  # as on a full disk, and the launcher then knows less
         _tell("entered", about)
+
+
+def survive_save_signal() -> None:
+    """Lets the signal that asks to save end nothing while there is nothing to save."""
+    signal.signal(SAVE_SIGNAL, _nothing_to_save)
+
+
+def _nothing_to_save(number: int, frame: FrameType | None) -> None:
+    del frame
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(number).name
+        _logger.warning(f"{name}: no step is under way, so there is nothing to save")
 
 
 def _tell(what: str, content: Mapping[str, object]) -> None:

@@ -8,9 +8,9 @@
 If rank 0 leaves, the output of the rank that takes over goes to the terminal from then on.
 
 The ranks and their launcher talk through the store, which the launcher owns (`elastic/launch.py`).
-Ctrl-C asks all ranks to stop after the current step. A second one kills them. A rank that fails
-leaves its reason in the launch folder, which only this user can read. The others are ended, and the
-cause is reported, not its consequences.
+Ctrl-C asks all ranks to stop after the current step. A second one kills them. SIGUSR1 asks them to
+save. A rank that fails leaves its reason in the launch folder, which only this user can read. The
+others are ended, and the cause is reported, not its consequences.
 
 A run may change its ranks. A process that ends with status 0 disturbs no other. The failure of a
 process that is not a rank yet, or not any more, is a report for rank 0 and no failure of the run.
@@ -31,10 +31,11 @@ from pathlib import Path
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import (
+    Asked,
     launch_folder,
     most_local_ranks,
     process_environment,
-    stop_signals,
+    signals_heard,
 )
 from dynmo.elastic.launcher.failure import (
     STOPPED,
@@ -43,7 +44,7 @@ from dynmo.elastic.launcher.failure import (
     read_failures,
     verdict,
 )
-from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
+from dynmo.elastic.manager import SAVE_SIGNAL, RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
@@ -102,7 +103,7 @@ def spawn(
             "machines with torchrun or Slurm"
         )
     starter = LocalStarter() if starter is None else starter
-    with launch_folder(folder) as path, stop_signals() as asked:
+    with launch_folder(folder) as path, signals_heard() as asked:
         run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
             for _ in range(size):
@@ -125,7 +126,8 @@ class _Process:
         number: The launcher's number.
         was_rank: Whether it has ever been a rank of the run.
         asked: Whether it was asked to stop.
-        entered: Whether rank 0 was told that the newcomer runs.
+        runs: Whether it has entered the run.
+        told: Whether rank 0 knows that it runs.
         ended: Whether its end outside of the run was seen.
     """
 
@@ -133,7 +135,8 @@ class _Process:
     handle: RankProcess
     was_rank: bool
     started: float
-    entered: bool
+    told: bool
+    runs: bool = False
     asked: bool = False
     ended: bool = False
 
@@ -149,7 +152,7 @@ class _Process:
 
 @dataclass
 class Supervisor:
-    """The processes of one run. `asked` has the signals that ask for a stop."""
+    """The processes of one run. `asked` says what signals have asked for."""
 
     starter: Starter
     command: Sequence[str]
@@ -158,7 +161,7 @@ class Supervisor:
     folder: Path
     log_folder: Path
     rendezvous_file: Path | None
-    asked: Sequence[int]
+    asked: Asked
 
     def __post_init__(self) -> None:
         self._processes: list[_Process] = []
@@ -174,7 +177,7 @@ class Supervisor:
         env = process_environment(number, self.size, self.folder, self.threads)
         if self.rendezvous_file is not None:
             env["DYNMO_RENDEZVOUS_FILE"] = str(self.rendezvous_file.absolute())
-        if self.asked:
+        if self.asked.stops:
             return
         rank = RankCommand(
             process=number,
@@ -190,7 +193,7 @@ class Supervisor:
         except (OSError, RunError) as error:
             name = f"{'process' if joins else 'rank'} {number}"
             raise RunError(f"{name} could not be started: {error}") from None
-        process = _Process(number, handle, not joins, time.monotonic(), entered=not joins)
+        process = _Process(number, handle, not joins, time.monotonic(), told=not joins)
         self._processes.append(process)
         if not joins:
             self._ranks.append(process)
@@ -208,10 +211,12 @@ class Supervisor:
         self._from_ranks, self._to_ranks = Messages(store, "asked"), Messages(store, "told")
         failed_at: float | None = None
         next_look = 0.0
-        while len(self.asked) < 2:
+        while self.asked.stops < 2:
             now = time.monotonic()
-            for process in self._processes if self.asked else ():
+            for process in self._processes if self.asked.stops else ():
                 process.ask_to_stop()
+            if self.asked.saves:
+                self._ask_to_save()
             if now >= next_look:
                 self._look()
                 next_look = now + _LOOK
@@ -232,6 +237,14 @@ class Supervisor:
                     return
             time.sleep(_TICK)
 
+    def _ask_to_save(self) -> None:
+        """Hands SIGUSR1 on once all ranks run. It ends a process that waits for its resources."""
+        living = [rank for rank in self._ranks if rank.code is None]
+        if all(rank.runs for rank in living):
+            self.asked.saves = 0
+            for rank in living:
+                rank.handle.send_signal(SAVE_SIGNAL)
+
     def _failures(self) -> dict[int, Failure]:
         return read_failures(self.folder, [process.number for process in self._ranks])
 
@@ -250,8 +263,9 @@ class Supervisor:
         self._show_output()
         for process in self._processes:
             seconds = time.monotonic() - process.started
-            if not process.entered and f"entered-{process.number}" in names:
-                process.entered = True
+            process.runs = process.runs or f"entered-{process.number}" in names
+            if process.runs and not process.told:
+                process.told = True
                 host = json.loads((self.folder / f"entered-{process.number}").read_text())["host"]
                 what = f"process {process.number} runs on {host}"
                 self._reports.append(Report("started", what, 1, seconds))
@@ -321,7 +335,7 @@ class Supervisor:
         """Judges the run, and prints what the last rank 0 says of it if the first has left."""
         self._look()
         ranks = {process.number: process.handle for process in self._ranks}
-        status = verdict(ranks, self._failures(), self.log_folder, len(self.asked))
+        status = verdict(ranks, self._failures(), self.log_folder, self.asked.stops)
         for path in self.folder.glob("printed-*[0-9]"):
             sys.stdout.write(json.loads(path.read_text("utf-8"))["text"])
         return status
@@ -333,7 +347,7 @@ class Supervisor:
             process.ask_to_stop()
         end = time.monotonic() + _LAST
         while any(process.code is None for process in outside) and time.monotonic() < end:
-            if len(self.asked) > 1:
+            if self.asked.stops > 1:
                 break
             time.sleep(_TICK)
         living = [process.handle for process in self._processes if process.code is None]

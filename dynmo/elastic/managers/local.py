@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from dynmo.elastic.manager import STOP_SIGNALS, RankCommand, RankProcess
+from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, RankCommand, RankProcess
 
 
 class LocalProcess(subprocess.Popen[bytes]):
@@ -28,8 +28,9 @@ class LocalStarter:
 
     def start(self, rank: RankCommand) -> RankProcess:
         # A terminal sends Ctrl-C to all processes. The process inherits the blocked signals, so
-        # Ctrl-C does not break into its imports. `enter_rank` unblocks them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # none breaks into its imports. `enter_rank` unblocks them.
+        blocked = (*STOP_SIGNALS, SAVE_SIGNAL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             taken = {at for at, process in self._by_local_rank.items() if process.poll() is None}
             free = next(at for at in range(len(taken) + 1) if at not in taken)
@@ -40,7 +41,7 @@ class LocalStarter:
                     rank.command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
                 )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         self._by_local_rank[local_rank] = process
         return process
 

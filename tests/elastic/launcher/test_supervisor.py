@@ -70,6 +70,7 @@ def train():
 exec(sys.argv[1])
 """
 
+NOTHING = "SIGUSR1: no step is under way, so there is nothing to save"
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -174,6 +175,31 @@ def test_signal_stops_all_ranks(
     up(tmp_path)
     (os.killpg if to_all else os.kill)(process.pid, number)
     assert end(process) == (130, "", "")
+
+
+def test_signal_to_save_reaches_all_ranks(go: Launch, tmp_path: Path) -> None:
+    """It ends neither a rank that starts nor one that trains."""
+    before = """
+Path(f"starts-{rank}").touch()
+while signal.SIGUSR1 not in signal.sigpending() and not Path("goes-on").exists():
+    time.sleep(0.01)
+"""
+    body = """
+def saves(number, frame):
+    Path(f"saved-{rank}").touch()
+signal.signal(signal.SIGUSR1, saves)
+train()
+"""
+    process = go(body, before=before)
+    wait_until(lambda: all((tmp_path / f"starts-{rank}").exists() for rank in range(2)))
+    os.killpg(process.pid, signal.SIGUSR1)  # as Slurm sends it, to every process
+    up(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in range(2)))
+    process.send_signal(signal.SIGTERM)
+    status, _, err = end(process)
+    assert status == 130
+    assert err in ("", f"{NOTHING}\n"), "only rank 0 says so"
 
 
 def test_last_rank_to_stop_may_write_its_files(tmp_path: Path) -> None:
