@@ -110,6 +110,7 @@ RUNS = (
     Run("ragged", "real"),
     Run("replicas", "real"),
     Run("router_loads", "real"),
+    Run("saving", "real"),
     Run("savings", "real", picture="sparse_crossover"),
     Run("savings_experts", "real"),
     Run("savings_tokens", "real"),

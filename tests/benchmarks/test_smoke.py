@@ -32,6 +32,7 @@ RANKS: dict[str, dict[str, Any]] = {
 
 SHORT = (
     "many_ranks --pipeline 4 --replicas 1 2 --rounds 1 --processes 2",
+    "saving --rounds 1 --hidden 64",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "sweeps --stride 15",
 )
@@ -255,6 +256,11 @@ def check_many_ranks(figures: dict[str, Any]) -> None:
     assert rows["agree on a decision"]["bytes"] == [2 * 16, 3 * 16]
 
 
+def check_saving(figures: dict[str, Any]) -> None:
+    assert figures["bytes"] == 10 * (3 * 64**2 + 1) * 4
+    assert figures["seconds"]["behind"] <= figures["seconds"]["written"]
+
+
 def check_planner(figures: dict[str, Any]) -> None:
     assert figures["uneven"]["failures"] == figures["uneven"]["cap_violations"] == 0
 
@@ -306,6 +312,7 @@ CHECKS = {
     "planner": check_planner,
     "quality": check_quality,
     "repack": check_repack,
+    "saving": check_saving,
     "scaling": check_scaling,
     "step_path": check_step_path,
 }
