@@ -25,6 +25,7 @@ from dynmo.runtime.layer.census import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.background import CAN_WRITE, spare_memory
 from dynmo.runtime.state.checkpoint import MANIFEST, Save
+from dynmo.runtime.state.exact_state import check_replicas
 from dynmo.runtime.state.layer_tensors import contents, fit, from_base
 
 _logger = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ def begin_save(
         behind: Whether processes beside the ranks write what this copies to memory.
     """
     store = engine.store
-    if store.world.replicas > 1:
-        engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
+    check_replicas(engine.pending.final)  # the first one's weights are saved for all
     save = Save(
         store.world.everyone,
         folder,

@@ -26,6 +26,7 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.exact_state import _sum_of_bits
 from dynmo.runtime.state.layer_tensors import fit
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
@@ -482,22 +483,52 @@ def look_together(world: Meeting, folder: str) -> dict[str, Any]:
     return {"path": path.name, "problems": problems, "read": read}
 
 
-def digest_after_a_flipped_bit(world: Meeting, config: dict[str, object], rank: int) -> str:
-    """The digest of the weights, after this rank's first weight has changed in its last bit."""
+def digest_after_a_flipped_bit(
+    world: Meeting, config: dict[str, object], rank: int, folder: str | None = None
+) -> str:
+    """The digest of the weights, after this rank's first weight has changed in its last bit.
+
+    With a folder the weights are saved before.
+    """
     loaded = parsed(config)
     pipeline = Trainer(loaded, world, model_of(loaded), None).pipeline
     if world.rank == rank:
         module, _ = next(iter(pipeline._engine.store.own.values()))
         with torch.no_grad():
             next(module.parameters()).view(torch.int32).flatten()[0] ^= 1
+    if folder is not None:
+        pipeline.save(folder)
     return pipeline.digest()
 
 
-def test_replicas_with_other_weights_are_named(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(7, dtype=torch.bfloat16),
+        torch.arange(9.0)[1:],
+        torch.arange(24.0).view(4, 6).t(),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+    ],
+    ids=str,
+)
+def test_each_bit_counts_in_the_sum(tensor: Tensor) -> None:
+    whole = int(_sum_of_bits(tensor))
+    for at in range(8 * tensor.nbytes):
+        other = tensor.clone(memory_format=torch.contiguous_format)
+        other.view(-1).view(torch.uint8)[at // 8] ^= 1 << at % 8
+        assert int(_sum_of_bits(other)) != whole
+    assert int(_sum_of_bits(tensor.clone())) == whole
+
+
+def test_replicas_with_other_weights_are_named(pool: Pool, tmp_path: Path) -> None:
     replicated = equal_config(1, "1f1b", BALANCERS["none"], freezing=False, clipping=False)
     replicated["parallel"]["replicas"], replicated["train"]["global_batch"] = 2, 12
     job = JOBS + "digest_after_a_flipped_bit"
     with pytest.raises(JobFailed, match="disagree on the weights"):
         pool.run(job, 2, config=replicated, rank=1)
-    first, second = pool.run(job, 2, config=replicated, rank=2)
+    with pytest.raises(JobFailed, match="disagree on the weights"):
+        pool.run(job, 2, config=replicated, rank=1, folder=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    first, second = pool.run(job, 2, config=replicated, rank=2, folder=str(tmp_path))
     assert first == second
