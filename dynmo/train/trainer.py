@@ -239,7 +239,7 @@ class Trainer:
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         start, interrupted = time.perf_counter(), False
         if self._must_evaluate and self._evaluated < self.pipeline.steps:
-            self._evaluate()  # time ran out before it
+            self._evaluate_and_save(interrupted)  # time ran out before it
         while not self._is_done and not interrupted:
             try:
                 interrupted = self.turn(stopping())
@@ -288,14 +288,18 @@ class Trainer:
             # A wish to stop may be found in any of the results.
             interrupted |= self._finish(pipeline.drain())
         if self._must_evaluate:
-            self._evaluate()
-            # A stop has saved before, in case that time runs out now.
-            options, is_best = self.config.checkpoint, self._lowest.step == step
-            best = step if options.keep_best and is_best else None
-            again = best is not None or (interrupted and options.every)
-            if again and self._checkpoints is not None:
-                pipeline.save(self._checkpoints, options.keep, self._extra(), best, wait=False)
+            self._evaluate_and_save(interrupted)
         return interrupted
+
+    def _evaluate_and_save(self, interrupted: bool) -> None:
+        """Evaluates. Saves the best so far, and a run that a stop has saved before."""
+        self._evaluate()
+        options, step = self.config.checkpoint, self.pipeline.steps
+        best = step if options.keep_best and self._lowest.step == step else None
+        # A stop has saved before, in case that time runs out now.
+        again = best is not None or (interrupted and options.every)
+        if again and self._checkpoints is not None:
+            self.pipeline.save(self._checkpoints, options.keep, self._extra(), best, wait=False)
 
     @property
     def _must_evaluate(self) -> bool:

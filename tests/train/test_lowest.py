@@ -105,6 +105,20 @@ def test_a_run_resumes_from_before_its_first_evaluation(tmp_path: Path) -> None:
     assert again._lowest == Lowest(8, LOSSES[7])
 
 
+def test_best_stays_if_time_ran_out_before_its_evaluation(tmp_path: Path) -> None:
+    with dynmo.init(device="cpu") as world:
+        first = trainer(world, tmp_path, steps=3, eval_every=2)
+        turn(first)
+        inputs, targets, _ = first._data.train(1)
+        assert first.pipeline.step(inputs, targets, stop=True).stop
+        assert saved(tmp_path) == [2]
+        assert first._log is not None
+        first._log.close()
+        trainer(world, tmp_path, resume=True, steps=3, eval_every=2).run()
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000002"
+    assert saved(tmp_path) == [2, 3]
+
+
 def test_lowest_loss_is_exact_as_json() -> None:
     assert Lowest(**json.loads(json.dumps(vars(Lowest()), allow_nan=False))) == Lowest()
     lowest = Lowest().after(3, 0.1 + 0.2)
