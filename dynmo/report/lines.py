@@ -89,7 +89,7 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
             text = f"{event.case}, layers {', '.join(map(str, event.layers))}: {shares}"
         case CheckpointEvent():
             size, seconds = show_mebibytes(event.bytes), event.seconds
-            waited = "" if event.waited is None else f", {event.waited:.2f} s of them in the way"
+            waited = "" if event.waited is None else f"; training waited {event.waited:.2f} s"
             step, text = step + 1, f"saved {event.path} ({size} MiB in {seconds:.2f} s{waited})"
         case RepackEvent():
             slower = event.predicted_slowdown
