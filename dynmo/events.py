@@ -64,7 +64,9 @@ class StepResult(Event):
         router_loss: What the routers of a model of transformers have added to the loss, with their
             weight. None if there are none.
         busy: Seconds that each rank (or slice) computed. Empty in older logs.
-        skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
+        skipped: Whether nothing was updated, because the loss or a gradient was not finite. The
+            event `not_finite` says why. After an overflow under a dynamic loss scale it is
+            `skipped`, and the scale falls.
         rolled_back: Whether the step was taken back once, with post-validation.
         stop: Whether a rank has asked to stop (`stop=True`).
         counted: Number of targets that the loss counts. Number of microbatches if nothing tells.
@@ -154,6 +156,38 @@ class SkippedEvent(Event):
     event: ClassVar[str] = "skipped"
     loss_scale: float
     next_scale: float
+
+    @property
+    def text(self) -> str:
+        return f"skipped: gradients overflowed at a loss scale of {self.loss_scale:g}"
+
+
+@dataclass(frozen=True)
+class NotFiniteEvent(Event):
+    """The loss or a gradient of a step was not finite, so the step was skipped.
+
+    Weights, buffers, optimizer state and generators are as before the step.
+
+    Attributes:
+        what: Loss and gradient norm, and the first value that is not finite.
+        kind: "weight", "inputs", "targets", "output" or "gradient". None if it is unknown.
+        layer: Index of its layer. None if it is in none, or unknown.
+        microbatch: Number of its microbatch, over all replicas. None if it is in none, or unknown.
+        in_a_row: Number of such steps in a row, this one included.
+        stop_after: Number of them in a row that ends the run (`train.stop_after`).
+    """
+
+    event: ClassVar[str] = "not_finite"
+    what: str
+    kind: str | None
+    layer: int | None
+    microbatch: int | None
+    in_a_row: int
+    stop_after: int
+
+    @property
+    def text(self) -> str:
+        return f"skipped: {self.what} ({self.in_a_row} in a row; {self.stop_after} end the run)"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from dynmo.events import (
     Event,
     FaultEvent,
     HeldOutEvent,
+    NotFiniteEvent,
     PostValidationEvent,
     RollbackEvent,
     SavesEvent,
@@ -48,6 +49,7 @@ ALL: list[Event] = [
     StepResult(0, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2, time=1.5),
     DataEvent(0, 0.125, 512, 24, 3, time=2.0),
     SkippedEvent(0, 65536.0, 32768.0, time=2.25),
+    NotFiniteEvent(0, "loss nan", "output", 3, 1, 2, 10, time=2.3),
     SavesEvent(0, "saves to saved every 5 steps", time=2.3),
     HeldOutEvent(0, "3 samples of jsonl:a.jsonl", time=2.4),
     EvalEvent(0, 5e-324, time=2.5),
@@ -86,10 +88,10 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(read(path)) == ALL
     lines = path.read_text().splitlines()
     assert " ".join(json.loads(line)["event"] for line in lines) == (
-        "step data skipped saves held_out eval tokens change rebalance speeds schedule "
+        "step data skipped not_finite saves held_out eval tokens change rebalance speeds schedule "
         "rebalance_result reshape repack grow release fault rollback post_validation checkpoint end"
     )
-    moved = json.loads(lines[8])
+    moved = json.loads(lines[9])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"
     assert "source" not in moved
 

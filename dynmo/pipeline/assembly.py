@@ -58,6 +58,7 @@ def make_engine(
             optimizer=settings_of(options),
             clip_scope=options.clip_scope,
             scaler=make_scaler(dtype, options.loss_scale, options.loss_scale_window),
+            stop_after=options.stop_after,
             post_validation=options.post_validation,
             rollback=options.rollback,
             dtype=dtype,

@@ -36,6 +36,9 @@ from dynmo.runtime.layer.stage import FrozenPrefix
 class Signals:
     """The measurements that every rank knows after a step.
 
+    A step that was skipped because it was not finite has none. After an overflow under a dynamic
+    loss scale all norms are 0.
+
     Attributes:
         step: Number of the step.
         loss: Mean loss of the step.

@@ -40,7 +40,7 @@ class Changes:
 
     Attributes:
         options: Options of the pipeline as they are now.
-        loss: That of the last final step.
+        loss: That of the last final step whose loss and gradient were finite.
         elastic: Changes the number of ranks. None if that is not wanted.
         tracer: Records the ops. None if that is not wanted.
         token_shares: What each case has counted last, by its name.

@@ -157,7 +157,8 @@ class Loader:
         texts = share_texts(world, json.dumps(state), "the position in the data")
         state = json.loads(texts[0])
         self._step, position = int(state["step"]), state.get("position")
-        self._drawn_at = -1  # steps of the pipeline when the last batch was drawn
+        # The last batches that were drawn, by the step of the pipeline that they were drawn for.
+        self._drawn: dict[int, int] = {}
         digest, length, others = None, 0, 0
         if pipeline.needs_data:
             if self._held_out is None and self._own_source is not None:
@@ -215,7 +216,7 @@ class Loader:
         step, ahead = self._step, self._ahead
         if self.steps is not None and step >= self.steps:
             raise StopIteration
-        self._drawn_at = self._pipeline.steps
+        self._drawn = dict([*self._drawn.items(), (self._pipeline.steps, step)][-2:])
         if ahead is None or self._batches is None:
             self._step += 1
             return None
@@ -248,9 +249,9 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data, as JSON. That of rank 0 is enough for all.
 
-        A batch that was drawn, but that no step has trained yet, comes next.
+        Batches that were drawn, but that no step has trained yet, come next.
         """
-        return self._position(self._step - (self._drawn_at == self._pipeline.steps))
+        return self._position(self._drawn.get(self._pipeline.steps, self._step))
 
     def _position(self, step: int) -> dict[str, Any]:
         position = None

@@ -140,6 +140,9 @@ class _Numerics(Options):
     `dynamic` for `float16`, otherwise none."""
     loss_scale_window: Count = 2000
     """Good steps after which a dynamic loss scale doubles."""
+    stop_after: Count = 10
+    """Steps in a row without a finite loss and gradient that end the run, after a checkpoint. Fewer
+    are skipped: they change nothing. Overflows under a dynamic loss scale do not count."""
     recompute: Recompute = "none"
     """Layers that recompute their activations in B: `none`, `all`, a list of layer indices, or
     `auto` (as many as the memory limit needs)."""

@@ -204,6 +204,7 @@ class Pipeline:
         Returns:
             The loss, the gradient norm before clipping, and the work of each rank. The loss is the
             mean over all counted targets of all microbatches and replicas (`Sequential(count=)`).
+            If it or a gradient is not finite, nothing was updated, and `skipped` is true.
 
         After an error in a layer, the loss or the batch, all ranks raise it and can go on. Weights
         and buffers are as before the step. After an error in the optimizer they cannot.
@@ -212,8 +213,8 @@ class Pipeline:
             InputError: The batch is missing or cannot be cut, a name is unknown or missing, no
                 target counts, or ranks of one replica pass different batches. No weight was
                 changed.
-            RunError: The loss or a gradient is not finite, or this process is no rank of the
-                training (`left`).
+            RunError: The loss or a gradient was not finite in `stop_after` steps in a row, or this
+                process is no rank of the training (`left`).
         """
         results = (
             () if self.left else self._parts.steps.train(inputs, targets, samples, stop, adapt)

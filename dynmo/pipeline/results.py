@@ -17,12 +17,20 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
-from dynmo.events import Event, PostValidationEvent, RollbackEvent, SkippedEvent, StepResult
+from dynmo.events import (
+    Event,
+    NotFiniteEvent,
+    PostValidationEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepResult,
+)
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.plan.partition import imbalance
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.engine.not_finite import NotFinite
 from dynmo.runtime.engine.step_reduction import StepRecord
 
 Metrics: TypeAlias = Callable[[Any, Any], Mapping[str, Tensor | float]]
@@ -174,14 +182,26 @@ def result_of(
 
 
 def events_beside(record: StepRecord, next_scale: float) -> Iterator[Event]:
-    """Yields what else a step tells: a rollback, a change of the barrier, an overflow."""
+    """Yields what else a step tells: a rollback, a change of the barrier, why it was skipped."""
     step = record.step
     if record.rollback is not None:
         yield RollbackEvent(step, record.rollback.what, record.rollback.seconds)
     if record.switch is not None:
         yield PostValidationEvent(step, record.switch.on, record.switch.reason)
-    if record.skipped:
+    if record.not_finite is not None:
+        yield _not_finite_event(step, record.not_finite)
+    elif record.skipped:
         yield SkippedEvent(step, record.loss_scale, next_scale)
+
+
+def _not_finite_event(step: int, skipped: NotFinite) -> NotFiniteEvent:
+    what, cause = skipped.what, skipped.cause
+    row = skipped.in_a_row, skipped.stop_after
+    if cause is None:
+        return NotFiniteEvent(step, what, None, None, None, *row)
+    return NotFiniteEvent(
+        step, f"{what}. {cause.text}", cause.kind, cause.layer, cause.microbatch, *row
+    )
 
 
 # -- operations by arithmetic ---

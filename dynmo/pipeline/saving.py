@@ -44,6 +44,7 @@ class SavedState(BaseModel):
     moves: _Count
     cases: dict[str, dict[str, Any]]
     loss_scale: dict[str, float] | None = None
+    not_finite: dict[str, _Count] | None = None
     shape: Annotated[list[_Count], Field(min_length=2, max_length=2)] | None = None
     schedule: str | None = None
     reference: float | None = None
@@ -64,6 +65,7 @@ def state_of(
         "loss": loss if math.isfinite(loss) else None,
         "moves": moves,
         "loss_scale": engine.optimizer_step.scaler.state(),
+        "not_finite": engine.optimizer_step.not_finite.state(),
         "cases": {case.name: case.state() for case in cases},
         **extra,
     }
@@ -273,6 +275,8 @@ def _restore_cases(engine: Engine, state: SavedState, cases: Sequence[Dynamism])
     if state.loss_scale is not None:
         with _usable("the state of the loss scale"):
             engine.optimizer_step.scaler.load(state.loss_scale)
+    with _usable("the number of skipped steps"):
+        engine.optimizer_step.not_finite.load(state.not_finite or {"count": 0, "in_a_row": 0})
 
 
 @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
 
-from dynmo.events import StepResult
+from dynmo.errors import RunError
+from dynmo.events import FaultEvent, NotFiniteEvent, StepResult
 from dynmo.models.flops import product_weights
 from dynmo.pipeline.autosave import AutoSave
 from dynmo.pipeline.batch import Batch, BatchCutter
@@ -38,6 +41,8 @@ from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.optim.precision import PRECISIONS
 
+_logger = logging.getLogger(__name__)
+
 Targets = Tensor | list[Tensor] | None
 
 
@@ -63,6 +68,7 @@ class Steps:
     ) -> None:
         self._engine, self._changes, self._optimizer = engine, changes, optimizer
         self._saves, self._tell, self._listens, self._done = saves, tell, listens, done
+        engine.before_end = partial(Steps._save_before_end, proxy(self))
         self._started: dict[int, Started] = {}  # steps without a result yet
         self._ready: list[StepResult] = []  # results that were not returned yet
         self._is_set_up = False  # a step is final
@@ -153,6 +159,13 @@ class Steps:
         self._saves.after_step(self.done)
         return before + self._take()
 
+    def _save_before_end(self) -> None:
+        """Saves before steps that are not finite end the training."""
+        try:
+            self._saves.if_due(self.done, at_end=True)
+        except RunError as error:
+            self._tell(FaultEvent(self.done, str(error)))
+
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final. Returns the results that were not returned before."""
         self.settle()
@@ -177,7 +190,9 @@ class Steps:
         self._is_set_up = True
         meeting_of(engine.store.world).end_setup()
         step, started = record.step, self._started.pop(record.step)
-        changes.loss = record.loss
+        is_finite = record.not_finite is None
+        if is_finite:
+            changes.loss = record.loss
         if changes.tracer is not None:
             changes.tracer.observe(step, record.step_output.intervals)
         self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
@@ -190,12 +205,18 @@ class Steps:
             0.0 if elastic is None else elastic.gpu_seconds_returned,
             self._listens,
         )
-        self._tell(result, *events_beside(record, engine.optimizer_step.scaler.scale))
+        beside = [*events_beside(record, engine.optimizer_step.scaler.scale)]
+        self._tell(result, *beside)
+        if not self._listens and engine.store.world.everyone.rank == 0:
+            for event in beside:
+                if isinstance(event, NotFiniteEvent):
+                    _logger.warning(f"step {step}: {event.text}")
         self._saves.observe(record.flags, result.stop)
         if elastic is not None:
             elastic.take_flags(record.flags)
         # Last, so that the ranks agree on the step whatever a case raises.
-        changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
+        if is_finite:
+            changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
         return result
 
     def _rates(self) -> tuple[dict[str, Any], ...]:

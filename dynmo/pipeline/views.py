@@ -128,8 +128,13 @@ class Measured(_View):
 
     @property
     def loss(self) -> float:
-        """Loss of the last final step. NaN before the first."""
+        """Loss of the last final step that was finite. NaN before the first."""
         return self._changes.loss
+
+    @property
+    def skipped(self) -> int:
+        """Number of final steps that were skipped because they were not finite."""
+        return self._engine.optimizer_step.not_finite.count
 
     @property
     def decisions(self) -> tuple[DecisionRecord, ...]:

@@ -27,6 +27,7 @@ from dynmo.events import (
     Event,
     FaultEvent,
     HeldOutEvent,
+    NotFiniteEvent,
     PostValidationEvent,
     RollbackEvent,
     SavesEvent,
@@ -73,8 +74,8 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         case ReshapeEvent():
             source, target = (f"{mesh[0]} x {mesh[1]}" for mesh in (event.source, event.target))
             text = f"reshaped {source} to {target}, layers {plus(event.layers)}"
-        case SkippedEvent():
-            text = f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}"
+        case SkippedEvent() | NotFiniteEvent():
+            text = event.text
         case RollbackEvent():
             text = f"taken back: {event.what} ({milliseconds:.0f} ms of work thrown away)"
         case PostValidationEvent():
@@ -198,6 +199,7 @@ def overview(summary: Summary) -> str:
     figures.append(f"{summary.steps} steps in {summary.seconds:.1f} s")
     tokens = sum(step.tokens_per_s * step.seconds for step in summary.done)
     figures += [f"{tokens / summary.seconds:,.0f} tokens/s"] if tokens else []
+    figures += [f"{summary.skipped} of them skipped"] if summary.skipped else []
     if summary.utilization is not None:
         figures.append(f"{summary.utilization:.1%} of the peak FLOP/s")
     if summary.memory:
@@ -274,6 +276,7 @@ class ProgressLine:
         self._steps, self._name = steps, name
         self._live = self._console.is_terminal
         self._every = max(1, steps // 20)
+        self._skipped = 0
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -303,10 +306,12 @@ class ProgressLine:
             line = f"{line} ({event.reason})"
         if isinstance(event, StepResult):
             done, steps = event.step + 1, self._steps
+            self._skipped += event.skipped
             figures = (
                 f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle "
                 f"{event.idle_ratio:.0%}  layers {plus(event.layers)}"
                 + (f"  frozen {event.frozen}" if event.frozen else "")
+                + (f"  skipped {self._skipped}" if self._skipped else "")
             )
             self._progress.update(self._task, completed=done, figures=figures)
             if not self._live and (done % self._every == 0 or done == steps):

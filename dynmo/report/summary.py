@@ -6,6 +6,7 @@ A summary has the phases between changes, each with its measured step time. `lin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,7 @@ from dynmo.events import (
     EvalEvent,
     Event,
     FaultEvent,
+    NotFiniteEvent,
     PostValidationEvent,
     RollbackEvent,
     SkippedEvent,
@@ -36,7 +38,13 @@ from dynmo.events import (
 )
 
 Changes = (
-    ChangeEvent | SpeedsEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
+    ChangeEvent
+    | SpeedsEvent
+    | ReshapeEvent
+    | SkippedEvent
+    | NotFiniteEvent
+    | RollbackEvent
+    | PostValidationEvent
 )
 RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
 
@@ -135,7 +143,8 @@ class Summary:
         changes: Changes by cases, reshapes and step ends.
         steps: Number of steps.
         seconds: Seconds of all steps.
-        loss: Loss as the events have it.
+        skipped: Number of steps that updated nothing.
+        loss: Loss of the last step that has a finite one, as the events have it.
         held_out: Held-out loss as the events have it.
         digest: SHA-256 of the weights.
         buffers_digest: SHA-256 of the persistent buffers.
@@ -163,6 +172,7 @@ class Summary:
     results: tuple[RebalanceResultEvent, ...]
     changes: tuple[Changes, ...]
     steps: int
+    skipped: int
     seconds: float
     loss: float | None
     held_out: float | None
@@ -213,8 +223,9 @@ def summarize(events: Iterable[Event]) -> Summary:
         results=tuple(e for e in kept if isinstance(e, RebalanceResultEvent)),
         changes=changes,
         steps=len(steps),
+        skipped=sum(step.skipped for step in steps),
         seconds=seconds,
-        loss=steps[-1].loss if steps else None,
+        loss=next((step.loss for step in reversed(steps) if math.isfinite(step.loss)), None),
         held_out=evaluation.loss if evaluation else None,
         digest=end.weights_digest if end else None,
         changed=tuple(sorted(changed)),

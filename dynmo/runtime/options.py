@@ -39,6 +39,7 @@ class EngineOptions:
         optimizer: Optimizer, and the options of groups of parameters.
         clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
         scaler: Scale of the loss. None means a dynamic scale in float16, and no scale otherwise.
+        stop_after: Number of steps in a row that are not finite after which training ends.
         post_validation: True if steps have no barrier at their end. See `Engine.train`.
         rollback: The way to take a step back. "exact" restores copies. "in-place" inverts the
             update without copies and is approximate. A user's optimizer keeps copies anyway.
@@ -64,6 +65,7 @@ class EngineOptions:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     clip_scope: Literal["global", "local"] = "global"
     scaler: LossScaler | None = None
+    stop_after: int = 10
     post_validation: bool = False
     rollback: Literal["exact", "in-place"] = "exact"
     dtype: torch.dtype = torch.float32

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,15 +111,31 @@ def test_exception_on_a_rank_is_reported(work: Path, run: Run) -> None:
     assert_refused(run(work, "run.toml"), "runs/main exists")
 
 
-def test_non_finite_loss_ends_the_run(filled: Path, rank: Run) -> None:
-    """The run also warns once that its ranks have too few cores."""
-    threads = f"parallel.threads={CORES + 1}"
-    sets = (*GPT, ONE_RANK, "train.lr=1e30", "train.max_grad_norm=0", threads)
+def test_non_finite_loss_ends_the_run(filled: Path, rank: Run, dynmo: Callable[..., Done]) -> None:
+    """Two steps are skipped, and the third ends it, after a checkpoint.
+
+    The run also warns once that its ranks have too few cores.
+    """
+    sets = (*GPT, ONE_RANK, "train.lr=1e30", "train.max_grad_norm=0", "train.stop_after=3")
+    sets = (*sets, f"parallel.threads={CORES + 1}", "checkpoint.every=auto")
     done = rank(filled, "run.toml", sets=sets)
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert f"{CORES + 1} threads on {CORES} cores" in warning
-    assert re.search(r"step \d+: loss \S+, gradient norm (nan|inf);.* learning rate", line)
+    said = re.search(
+        r"step (\d+): loss \S+, gradient norm (nan|inf), as in 3 steps in a row "
+        r"\(train\.stop_after\);.* learning rate",
+        line,
+    )
+    assert said is not None
+    last = int(said[1])
+    for row, step in enumerate((last - 2, last - 1), 1):
+        assert re.search(rf"^step {step}: skipped: .* \({row} in a row; 3 end", done.err, re.M)
+    assert re.search(r"  skipped 1$", done.err, re.M), "the progress"
+    assert [each.name for each in (filled / "runs/main/checkpoints").glob("step-*")] == [
+        f"step-{last:06d}"
+    ]
+    assert ", 2 of them skipped, " in dynmo("report", str(filled / "runs/main")).out
     assert "Traceback" not in done.err
 
 

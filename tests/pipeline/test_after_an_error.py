@@ -62,7 +62,7 @@ def made(world: dynmo.World, options: dict[str, Any]) -> tuple[Any, Any]:
 
     def make(**more: Any) -> Any:
         model = dynmo.Sequential(layers, loss)
-        given = {"microbatches": 4, "balance": "none", **options, **more}
+        given = {"microbatches": 4, "balance": "none", "stop_after": 1, **options, **more}
         return dynmo.Pipeline(model, world, **grouped(given))
 
     return make(), make

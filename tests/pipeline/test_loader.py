@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import dynmo
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError
 from tests.models.huggingface.saved_models import folder_of
 from tests.pipeline.loading import COUNT, HELD_OUT
 from tests.pool import Pool
@@ -118,4 +119,38 @@ def test_wrong_options_are_one_line() -> None:
         whole.close()
         loader = load([{"input_ids": [1, 2]}] * 21, epochs=1.5)  # one of 21 is held out
         assert loader.steps == len(list(loader)) == 15
+        pipeline.close()
+
+
+def test_position_is_that_of_the_next_step(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a loop has the batch that is not trained yet."""
+    with dynmo.init(device="cpu") as world:
+        options = dynmo.ModelOptions(kind="hf", path=model(), sequence=8)
+        positions = list[int]()
+
+        def extra() -> dict[str, Any]:
+            positions.append(loader.state_dict()["step"])
+            return {}
+
+        pipeline = dynmo.Pipeline(
+            dynmo.load_model(options),
+            world,
+            microbatches=2,
+            checkpoint=dynmo.Checkpoints(folder=tmp_path, every=1, extra=extra),
+            training=dynmo.Training(stop_after=1),
+        )
+        records = [{"input_ids": [1, 2, number]} for number in range(20)]
+        loader = dynmo.Loader(pipeline, records, micro_batch=1, sequence=8, held_out=0)
+        for number, batch in enumerate(loader):
+            assert loader.state_dict()["step"] == number
+            pipeline.step(batch)
+            assert loader.state_dict()["step"] == number + 1
+            if number == 2:
+                break
+        next(iter(pipeline.mesh.modules[0].parameters())).data[1] = math.nan
+        with pytest.raises(RunError, match="step 3: loss nan"):
+            pipeline.step(next(loader))
+        assert positions == [1, 2, 3]
+        assert loader.state_dict()["step"] == 3, "the batch of the step that failed comes again"
+        loader.close()
         pipeline.close()

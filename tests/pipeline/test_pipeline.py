@@ -230,7 +230,7 @@ def test_a_dropped_pipeline_frees_its_weights_at_once(world: dynmo.World) -> Non
 
 def test_a_failed_step_loses_no_result_of_the_step_before(world: dynmo.World) -> None:
     """Post-validation has ended, and a call has waited for the last step without a barrier."""
-    training = dynmo.Training(post_validation=True, max_grad_norm=1e-6)
+    training = dynmo.Training(post_validation=True, max_grad_norm=1e-6, stop_after=1)
     pipeline = make(world, balance="none", training=training)
     inputs, targets = batch(0)
     results = [each for _ in range(6) for each in pipeline.advance(inputs, targets)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from io import StringIO
 
@@ -25,6 +26,7 @@ from dynmo.events import (
     EvalEvent,
     Event,
     FaultEvent,
+    NotFiniteEvent,
     RollbackEvent,
     SkippedEvent,
     StepResult,
@@ -47,6 +49,13 @@ def test_last_token_shares_and_evaluation_have_a_line() -> None:
             "(x1.50)"
         ),
     ]
+
+
+def test_skipped_steps_are_counted() -> None:
+    skipped = replace(step(1), skipped=True, loss=math.nan)
+    told = overview(summarize([step(0), skipped, end()]))
+    assert f"loss {step(0).loss:.6f}" in told, "that of a finite step"
+    assert ", 1 of them skipped, " in f"{told}, "
 
 
 def test_slow_data_is_named() -> None:
@@ -100,15 +109,21 @@ def test_move_line_has_predicted_and_measured_gain() -> None:
     ]
 
 
+# Of a `NotFiniteEvent`: kind, layer, microbatch, in a row, and how many end the run.
+CAUSE = "inputs", None, 0, 1, 10
+
+
 def test_event_lines_are_in_order() -> None:
     events: list[Event] = [step(0), change(1), move(1, 1, 0.5), step(1)]
     events += [SkippedEvent(1, 1024.0, 512.0), step(2)]
+    events += [NotFiniteEvent(2, "loss nan", *CAUSE)]
     events += [ReshapeEvent(3, (4, 1), (2, 2), (3, 5), 8, 0.1), step(3)]
     events += [RollbackEvent(3, "clipped", 0.2)]
     assert event_lines(summarize(events)) == [
         f"step 1: {MOVED}",
         "step 1: pruning: what it did at 1",
         "step 1: skipped: gradients overflowed at a loss scale of 1024",
+        "step 2: skipped: loss nan (1 in a row; 10 end the run)",
         "step 3: reshaped 4 x 1 to 2 x 2, layers 3+5",
         "step 3: taken back: clipped (200 ms of work thrown away)",
     ]

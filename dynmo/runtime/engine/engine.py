@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import proxy
@@ -39,7 +40,9 @@ from dynmo.runtime.engine.batch_check import (
     find_difference,
     hashes_to_compare,
 )
-from dynmo.runtime.engine.optimizer_step import NotFiniteError, OptimizerStep, explained
+from dynmo.runtime.engine.executor import Executor, StepOutput
+from dynmo.runtime.engine.not_finite import Cause, NotFiniteError, find_cause
+from dynmo.runtime.engine.optimizer_step import NON_FINITE, OptimizerStep
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
@@ -102,17 +105,22 @@ class Engine:
         )
         # Undoes what the step that runs has written beside gradients.
         self._undo: Callable[[], None] = _nothing
-        # Batches of the steps that are not final, by step.
-        self._batches: dict[int, StepBatch] = {}
+        # Steps that are not final: their batches, and what has seeded their layers.
+        self._ran: dict[int, tuple[StepBatch, int]] = {}
         scaler = options.scaler or make_scaler(options.dtype)
         table = StepReduction(store, self.clock)
-        self.optimizer_step = OptimizerStep(store, table, self.profiler, scaler, options.clip_scope)
+        self.optimizer_step = OptimizerStep(
+            store, table, self.profiler, scaler, options.clip_scope, options.stop_after
+        )
+        # Called on all ranks before steps that are not finite end the training.
+        self.before_end: Callable[[], None] = _nothing
         self.pending = PostValidation(
             store,
             self.optimizer_step,
             validates=post_validation,
             copies=options.rollback == "exact" or not store.groups.inverts,
             # A cycle would keep the weights until a collection of garbage.
+            find_cause=partial(Engine._find_cause, proxy(self)),
             explain=partial(Engine._explained, proxy(self)),
             attempt=partial(Engine.attempt, proxy(self)),
         )
@@ -185,14 +193,13 @@ class Engine:
 
         Raises:
             InputError: Ranks of a replica were given different batches. Nothing was updated.
-            RunError: The loss or a gradient is not finite. Under a dynamic loss scale such a
-                gradient skips the step. Without a barrier an error is raised one step late.
+            RunError: The loss or a gradient was not finite in `stop_after` steps in a row. Fewer
+                such steps are skipped. Without a barrier an error is raised one step late.
         """
         settings.check()
         pending, end, step = self.pending, self.optimizer_step, settings.step
         pending.raise_failure()
-        self._batches[step] = batch
-        self._batches.pop(step - 2, None)
+        self._ran.pop(step - 2, None)
         validates, agreed, has_run = pending.validates, None, False
         if not validates:
             pending.settle()
@@ -202,7 +209,13 @@ class Engine:
                 pending.begin()
             is_validated = pending.is_validated if pending.is_out else None
             # Nobody else may hold the executor when it fails (`attempt`).
-            step_output = self.programs.train(batch, step, end.scaler.scale, is_validated)
+            step_output = self._run(batch, step, is_validated)
+            if pending.has_skipped:
+                # It ran on buffers that the skipped step has written, and drew as if it counted.
+                step_output.undo()
+                end.drop_all_gradients()
+                pending.finish_skip()
+                step_output = self._run(batch, step)
             self._undo = step_output.undo
             if validates:
                 pending.end(settings, step_output)
@@ -216,6 +229,17 @@ class Engine:
             pending.raise_failure()
         return pending.take_done()
 
+    def _run(
+        self,
+        batch: StepBatch,
+        step: int,
+        is_validated: Callable[[Executor], bool] | None = None,
+    ) -> StepOutput:
+        end = self.optimizer_step
+        draw = step - end.not_finite.count
+        self._ran[step] = batch, draw
+        return self.programs.train(batch, draw, end.scaler.scale, is_validated)
+
     def _end(
         self,
         settings: StepSettings,
@@ -227,19 +251,28 @@ class Engine:
         """Ends a step with a barrier as the ranks have agreed.
 
         Args:
-            obstacle: Why it cannot be a plain update. What is not finite skips the update under a
-                dynamic loss scale. What is too large is clipped.
+            obstacle: Why it cannot be a plain update. What is not finite skips the update. What is
+                too large is clipped.
             error: Raised on all ranks. Nothing is updated then.
             undo: Gives buffers the values from before the step.
         """
         end = self.optimizer_step
-        if error is not None:
+        is_bad = error is None and obstacle == NON_FINITE and not end.is_overflow(record)
+        if is_bad and end.not_finite.next_ends:
+            error = end.error(record)
+        if error is not None or is_bad:
             end.discard()
             undo()
+        if error is not None:
             raise self._explained(error)
-        with self.attempt(is_final=True):
-            record = end.update(record, obstacle, settings)
-        self._batches.clear()
+        if is_bad:
+            record = end.skip(record)
+            with self.attempt():
+                record = self._find_cause(record)
+        else:
+            with self.attempt(is_final=True):
+                record = end.update(record, obstacle, settings)
+        self._ran.clear()
         return self.pending.observed(record, obstacle)
 
     def drain(self) -> tuple[StepRecord, ...]:
@@ -247,15 +280,28 @@ class Engine:
         return self.pending.drain()
 
     def _explained(self, error: Exception) -> Exception:
-        """Says where a value is not finite first."""
-        batch = self._batches.pop(error.step, None) if isinstance(error, NotFiniteError) else None
-        if batch is None or not isinstance(error, NotFiniteError):
-            return error
-        with self.attempt():
-            scale = self.optimizer_step.scaler.scale
-            said = explained(error, self.store, self.programs, batch, scale)
-        self.optimizer_step.discard()
-        return said
+        """Says where a value is not finite first. Whoever saves does so before the error."""
+        if isinstance(error, NotFiniteError):
+            with self.attempt():
+                cause = self._cause(error.step)
+            error = error if cause is None else error.caused_by(cause)
+            self.before_end()
+        return error
+
+    def _find_cause(self, record: StepRecord) -> StepRecord:
+        """Adds the cause to the record of a step that was skipped."""
+        assert record.not_finite is not None
+        named = replace(record.not_finite, cause=self._cause(record.step))
+        return replace(record, not_finite=named)
+
+    def _cause(self, step: int) -> Cause | None:
+        batch, draw = self._ran.pop(step, (None, 0))
+        if batch is None:
+            return None
+        scale = self.optimizer_step.scaler.scale
+        cause = find_cause(self.store, self.programs, batch, draw, scale)
+        self.optimizer_step.drop_all_gradients()
+        return cause
 
     def evaluate(
         self,

@@ -3,25 +3,24 @@
 gradients --merge tied, unscale--> norms --sum over all ranks--> finite? clip factor? -->
 optimizers, or nothing
 
-If a value is not finite, the step runs once more to find the first such value (`explained`).
+If a value is not finite, nothing is updated (`not_finite.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from dynmo.errors import DynmoError, RunError
+from dynmo.errors import InputError
 from dynmo.kernels.torch_private import scale_all
-from dynmo.runtime.engine.batch_check import StepBatch, StepSettings, tensors_of
+from dynmo.runtime.engine.batch_check import StepSettings
 from dynmo.runtime.engine.executor import StepOutput
+from dynmo.runtime.engine.not_finite import NotFinite, NotFiniteError, NotFiniteSteps
 from dynmo.runtime.engine.profiler import Profiler
-from dynmo.runtime.engine.programs import Programs
 from dynmo.runtime.engine.step_reduction import StepRecord, StepReduction
 from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor, shares_in
 from dynmo.runtime.optim.parameter_groups import Rates
@@ -40,31 +39,30 @@ class OptimizerStep:
         profiler: Profiler,
         scaler: LossScaler,
         clip_scope: Literal["global", "local"],
+        stop_after: int,
     ) -> None:
         self._store, self.table, self._profiler = store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
+        self.not_finite = NotFiniteSteps(stop_after)
 
     def agree(
         self, settings: StepSettings, step_output: StepOutput
-    ) -> tuple[StepRecord, str | None, DynmoError | None]:
+    ) -> tuple[StepRecord, str | None, InputError | None]:
         """Has the ranks agree on a step. Returns the obstacle to it and the error, too."""
         self.prepare()
         entries = self.table.entries(step_output, settings.flag)
         table = self.table.shared(entries, "the step to end on every rank")
         result = self.table.read(settings.step, table, step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, settings.max_norm)
-        error = self.table.wrong_batch(settings.step, table)
-        if error is None and failed == NON_FINITE:
-            error = self.error(result)
-        return result, failed, error
+        return result, failed, self.table.wrong_batch(settings.step, table)
 
     def update(self, result: StepRecord, failed: str | None, settings: StepSettings) -> StepRecord:
-        """Updates the weights as all ranks agree, or skips it."""
-        self.scaler.observe(failed != NON_FINITE)
+        """Updates the weights as all ranks agree, or skips it after an overflow."""
         if failed == NON_FINITE:
-            result = self.skipped(result)
+            result = self.overflowed(result)
         else:
             self.apply(result.squared_norms, settings.rates, settings.max_norm)
+            self.observe_update()
         self.drop_gradients()
         self._store.tied.publish(self._store.frozen.layers)
         self.observe()
@@ -98,23 +96,39 @@ class OptimizerStep:
         )
         return CLIPPED if clips else None
 
-    def error(self, result: StepRecord) -> NotFiniteError | None:
-        """Returns the error that ends the run after a loss or norm that is not finite.
+    def is_overflow(self, result: StepRecord) -> bool:
+        """Whether a step that is not finite may be finite under a lower loss scale."""
+        return math.isfinite(result.loss) and self.scaler.skips
 
-        None if the step is skipped: gradients overflowed under a loss scale that may fall.
-        """
-        scaler, finite = self.scaler, math.isfinite(result.loss)
-        if finite and scaler.skips:
-            return None
-        scaled = f" (loss scale {scaler.scale:g})" if scaler.scale != 1 or scaler.dynamic else ""
-        what = "Lower the learning rate or check the data"
-        if finite and scaled and not scaler.dynamic:
-            what = 'Lower loss_scale, or take "dynamic"'
-        said = f"loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated"
-        return NotFiniteError(result.step, f"step {result.step}: {said}", what)
+    def overflowed(self, result: StepRecord) -> StepRecord:
+        """Lowers the loss scale. Returns the record of the step, which is skipped."""
+        self.scaler.observe(finite=False)
+        return self._skipped(result)
 
-    def skipped(self, result: StepRecord) -> StepRecord:
+    def skip(self, result: StepRecord) -> StepRecord:
+        """Counts a step that is not finite. Returns its record."""
+        self.not_finite.skip()
+        said = NotFinite(self.what(result), self.not_finite.in_a_row, self.not_finite.stop_after)
+        return replace(self._skipped(result), not_finite=said)
+
+    def _skipped(self, result: StepRecord) -> StepRecord:
         return replace(result, squared_norms=(0.0,) * self._store.model.layers, skipped=True)
+
+    def what(self, result: StepRecord) -> str:
+        """Returns what of a step is not finite."""
+        scaler = self.scaler
+        scaled = f" (loss scale {scaler.scale:g})" if scaler.scale != 1 or scaler.dynamic else ""
+        return f"loss {result.loss}, gradient norm {result.norm}{scaled}"
+
+    def error(self, result: StepRecord) -> NotFiniteError:
+        """Returns the error that ends the run after too many steps that are not finite."""
+        advice, scaler, many = "Lower the learning rate or check the data", self.scaler, ""
+        if math.isfinite(result.loss) and scaler.scale != 1 and not scaler.dynamic:
+            advice = 'Lower loss_scale, or take "dynamic"'
+        if (count := self.not_finite.in_a_row + 1) > 1:
+            many = f", as in {count} steps in a row (train.stop_after)"
+        said = f"step {result.step}: {self.what(result)}{many}; nothing was updated"
+        return NotFiniteError(result.step, said, advice)
 
     # -- changes to the layers ---------------------------------------------------------------------
 
@@ -152,105 +166,14 @@ class OptimizerStep:
         self.observe()
 
     def drop_all_gradients(self) -> None:
+        self.drop_gradients()
         for layer in self._store.layers.values():
             layer.module.zero_grad()
 
+    def observe_update(self) -> None:
+        """Takes note that a step has updated the weights."""
+        self.scaler.observe(finite=True)
+        self.not_finite.in_a_row = 0
+
     def observe(self) -> None:
         self._profiler.observe(self._store.layers.values())
-
-
-class NotFiniteError(RunError):
-    """The loss or a gradient of a step is not finite."""
-
-    def __init__(self, step: int, what: str, advice: str) -> None:
-        super().__init__(f"{what}. {advice}")
-        self.step, self.what, self.advice = step, what, advice
-
-
-# In the order in which a value can be the first. Then follow microbatch, layer and parameter.
-_WEIGHT, _INPUTS, _TARGETS, _OUTPUT, _GRADIENT = range(5)
-_Place = tuple[int, int, int, int]
-
-
-def explained(
-    error: NotFiniteError, store: LayerStore, programs: Programs, batch: StepBatch, scale: float
-) -> RunError:
-    """Returns the error with the place of the first value that is not finite.
-
-    All ranks call it together. Weights and buffers stay as they are, and gradients are left.
-    """
-    found = [*_weights(store), *_data(store, batch)]
-    executor = programs.executor()
-
-    def look(backward: bool, layer: int, microbatch: int, tensors: Iterable[Tensor | None]) -> None:
-        if not _is_finite(tensors):
-            microbatch += store.world.replica * store.layout.microbatches
-            place = (
-                (_GRADIENT, microbatch, -layer, 0) if backward else (_OUTPUT, microbatch, layer, 0)
-            )
-            found.append(place)
-
-    before = executor.copies()
-    for stage in executor.stages.values():
-        stage.look = look
-    try:
-        programs.train(batch, error.step, scale)
-    finally:
-        for stage in executor.stages.values():
-            stage.look = None
-        executor.restore(before)
-    place = _first(store, found)
-    return RunError(f"{error.what}. {_text(store, place)}. {error.advice}")
-
-
-def _weights(store: LayerStore) -> Iterable[_Place]:
-    for index, layer in store.layers.items():
-        for at, parameter in enumerate(layer.module.parameters()):
-            if not _is_finite([parameter]):
-                yield _WEIGHT, 0, index, at
-
-
-def _data(store: LayerStore, batch: StepBatch) -> Iterable[_Place]:
-    first = store.world.replica * store.layout.microbatches
-    for kind, given in ((_INPUTS, batch.inputs), (_TARGETS, batch.targets)):
-        for microbatch, each in enumerate(() if given is None else given, first):
-            if not _is_finite(tensors_of(each)):
-                yield kind, microbatch, 0, 0
-
-
-def _is_finite(tensors: Iterable[Tensor | None]) -> bool:
-    return all(
-        bool(x.isfinite().all())
-        for x in tensors
-        if x is not None and (x.is_floating_point() or x.is_complex())
-    )
-
-
-def _first(store: LayerStore, found: Iterable[_Place]) -> _Place | None:
-    everyone = store.world.everyone
-    table = torch.zeros(everyone.size, 5, dtype=torch.int64)
-    first = min(found, default=None)
-    if first is not None:
-        table[everyone.rank] = torch.tensor((1, *first))
-    everyone.sum(table, "the place of a value that is not finite")
-    places = [tuple(row) for is_found, *row in table.tolist() if is_found]
-    return min(places, default=None)
-
-
-def _text(store: LayerStore, place: _Place | None) -> str:
-    if place is None:
-        return "All values were finite when the step was repeated"
-    kind, microbatch, layer, at = place
-    if kind in (_INPUTS, _TARGETS):
-        return (
-            f"The {'inputs' if kind == _INPUTS else 'targets'} of microbatch {microbatch} are not"
-        )
-    layer = abs(layer)
-    named = f"layer {layer} ({store.model.names[layer]})"
-    if kind == _WEIGHT:
-        names = [name for name, _ in store.modules[layer].named_parameters()]
-        return f"The weight {names[at]!r} of {named} was not finite before the step"
-    if kind == _GRADIENT:
-        return f"The first such value is a gradient, at {named} in microbatch {microbatch}"
-    loss = " or of the loss" if layer == store.model.layers - 1 else ""
-    return f"The first such value is an output of {named}{loss} in microbatch {microbatch}"

@@ -83,10 +83,12 @@ class PostValidation:
         *,
         validates: bool,
         copies: bool,
+        find_cause: Callable[[StepRecord], StepRecord],
         explain: Callable[[Exception], Exception],
         attempt: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._store, self._end, self._explain, self._attempt = store, end, explain, attempt
+        self._store, self._end, self._attempt = store, end, attempt
+        self._find_cause, self._explain = find_cause, explain
         self._enabled = self._has_no_barrier = validates
         # Whether the last steps were taken back, or would have been.
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -95,6 +97,8 @@ class PostValidation:
         self._pending: _Pending | None = None
         self._done: list[StepRecord] = []  # results that nobody has been given yet
         self._failure: _Failure | None = None
+        # Gives buffers the values from before the last step, if it was just skipped.
+        self._undo_skipped: Callable[[], None] | None = None
         self._failed_step: int | None = None
         self.is_halfway = False
         # Number of steps that this rank has ended, and its parts of the tables of the last two.
@@ -125,6 +129,23 @@ class PostValidation:
             self.ring.expect()
         executor.scale_loss(self._end.scaler.scale)  # no B has started
         return is_validated
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the step before has just been skipped because it was not finite."""
+        return self._undo_skipped is not None
+
+    def finish_skip(self, *, looks: bool = True) -> None:
+        """Takes back what a skipped step has left. No program may run.
+
+        Args:
+            looks: Whether to find the cause, which all ranks do together.
+        """
+        if self._undo_skipped is not None:
+            self._undo_skipped()
+            self._undo_skipped = None
+            if looks:
+                self._done[-1] = self._find_cause(self._done[-1])
 
     def end(self, settings: StepSettings, step_output: StepOutput) -> None:
         """Makes the step if ranks so far have nothing against it, and tells the next."""
@@ -172,6 +193,7 @@ class PostValidation:
             self._begun = time.perf_counter()
             with self._attempt():
                 self._judge(self.ring.verdict())
+                self.finish_skip()
         self.raise_failure()
 
     def assert_final(self) -> None:
@@ -200,14 +222,19 @@ class PostValidation:
             if failed == CLIPPED:
                 end.apply(result.squared_norms, rates, max_norm)
             self.is_halfway = False
-            if failed == NON_FINITE:
+            if failed == NON_FINITE and end.is_overflow(result):
+                result = end.overflowed(result)
+            elif failed == NON_FINITE and end.not_finite.next_ends:
                 error = end.error(result)
-                result = end.skipped(result)
+            elif failed == NON_FINITE:
+                result = end.skip(result)
+                self._undo_skipped = pending.step_output.undo
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if error is not None:
             self._failure = _Failure(step, error, pending.step_output.undo)
         else:
-            end.scaler.observe(failed != NON_FINITE)
+            if failed != NON_FINITE:
+                end.observe_update()
             self._done.append(result)
         self._forget()
         end.drop_gradients()
@@ -244,6 +271,7 @@ class PostValidation:
             self._end.drop_all_gradients()
             return False
         everyone, pending = self._store.world.everyone, self._pending
+        self.finish_skip(looks=False)
         ended = everyone.gather(torch.tensor(self._ended), "the steps that have ended")
         is_ahead = self._ended > int(ended.min())
         undone = pending if pending is not None and (is_ahead or not pending.ended) else None
@@ -266,6 +294,7 @@ class PostValidation:
             table = self._end.table.shared(entries, "the verdict on the last step")
             if open_:
                 self._judge(table)
+                self.finish_skip(looks=False)
         self._end.drop_all_gradients()
         if step is None or self._failure is not None:
             return False

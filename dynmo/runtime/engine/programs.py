@@ -81,9 +81,11 @@ class Programs:
     def train(
         self,
         batch: StepBatch,
-        step: int,
+        draw: int,
         scale: float,
         is_validated: Callable[[Executor], bool] | None = None,
+        *,
+        measures: bool = True,
     ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete.
 
@@ -95,6 +97,10 @@ class Programs:
             executor.run        sends activations and gradients from stage to stage, and begins to
                                 sum the gradients of a layer over the replicas after its last W
             replicas.finish     waits for these sums
+
+        Args:
+            draw: Seeds what layers draw. It is the number of the step without skipped ones.
+            measures: Whether the times of its ops count.
         """
         store, executor = self._store, self.executor()
         counts = self._count(executor, batch.targets)
@@ -103,12 +109,16 @@ class Programs:
         self._look_at_layers(between_steps=is_validated is None)
         self._profiler.begin(store.layers.values())
         with self._running():
-            step_output = executor.run(step, batch, is_validated=is_validated)
+            step_output = executor.run(draw, batch, is_validated=is_validated)
         step_output.work, step_output.hashes, step_output.counts = batch.work, hashes, counts
         for stage in executor.stages.values():
             step_output.router_losses += [x for _, x in sorted(stage.router_losses.items())]
         store.replicas.finish("the gradients of the step")
         self._clock.settle()
+        if not measures:
+            for layer in store.layers.values():
+                layer.marks.clear()
+            return step_output
         stages = {s: stage.layers for s, stage in executor.stages.items()}
         self._profiler.observe_stages(stages, step_output.intervals)
         if store.world.device.type == "cpu":  # no other process has a part of a GPU's time

@@ -23,6 +23,7 @@ from dynmo.models.loss import joined
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import COMPARED, find_difference
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
+from dynmo.runtime.engine.not_finite import NotFinite
 from dynmo.runtime.engine.peak_memory import peak_bytes
 from dynmo.runtime.optim.optimizer import squared_norm
 from dynmo.runtime.state.layer_store import LayerStore
@@ -65,7 +66,9 @@ class StepRecord:
         loss_scale: Factor of the loss in float16.
         rollback: With post-validation, why the step was taken back. None if it was not.
         switch: With post-validation, a change between steps with and without a barrier.
-        skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
+        skipped: Whether nothing was updated: gradients overflowed, and the loss scale falls. Or the
+            step was not finite for another reason.
+        not_finite: That reason. None after an overflow.
         counted: Number of targets that the loss counts. Without a counter, that of microbatches.
         memory: Peak bytes of each rank from `restart_peak` until its gradients were complete.
             Slices of a GPU have those of their process. 0 if unknown.
@@ -86,6 +89,7 @@ class StepRecord:
     rollback: Rollback | None = None
     switch: Switch | None = None
     skipped: bool = False
+    not_finite: NotFinite | None = None
     counted: float = 0.0
     memory: tuple[int, ...] = ()
     work: float = 0.0

@@ -38,8 +38,8 @@ class Stage:
         collected: Takes the model's output of each microbatch, on the last stage. None takes
             nothing.
         observe: Called with the output and the targets of each microbatch, on the last stage.
-        look: Called with outputs (False) or gradients (True) of a layer and a microbatch. None but
-            for a search.
+        look: Called with values of a layer and a microbatch: its "output", the "gradient" of its
+            inputs, or the "sum" of its parameters' gradients so far. None but for a search.
         counts: Number of targets that the loss of each microbatch counts. None means that all
             microbatches count alike.
         counts_of_all: Sum of `counts` over all replicas. 1 if the losses are added up.
@@ -49,7 +49,7 @@ class Stage:
 
     collected: dict[int, object] | None = None
     observe: Callable[[Any, Any], None] | None = None
-    look: Callable[[bool, int, int, Sequence[Tensor | None]], None] | None = None
+    look: Callable[[str, int, int, Sequence[Tensor | None]], None] | None = None
     router_loss: Callable[[Any], Tensor] | None = None
     counts: Sequence[float] | None = None
     counts_of_all: float = 0.0
@@ -131,7 +131,7 @@ class Stage:
             if self.look is None:
                 joint = layer.take_open()
             else:
-                self.look(False, layer.index, microbatch, tensors)
+                self.look("output", layer.index, microbatch, tensors)
         if joint is not None:
             joint.close()
         return tensors
@@ -194,8 +194,8 @@ class Stage:
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
             if self.look is not None:
-                weights = [] if deferred else _gradients(layer)
-                self.look(True, layer.index, microbatch, (*gradients, *weights))
+                self.look("gradient", layer.index, microbatch, gradients)
+                self.look("sum", layer.index, microbatch, _gradients(layer))
         # A message travels from one device.
         return tuple(gradient.to(gradients[0].device) for gradient in gradients)
 
@@ -203,7 +203,7 @@ class Stage:
         for layer in reversed(self._trained):
             layer.backward_weight(microbatch)
             if self.look is not None:
-                self.look(True, layer.index, microbatch, _gradients(layer))
+                self.look("sum", layer.index, microbatch, _gradients(layer))
 
     def clear(self) -> None:
         for layer in self.layers:

@@ -301,6 +301,7 @@ def test_freezing_all_layers_is_refused() -> None:
 def test_non_finite_loss_updates_no_weight(bad: float) -> None:
     """A run that continues with better data ends like a run without the failed step."""
     pipeline, twin = gpt(), gpt()
+    pipeline.optimizer_step.not_finite.stop_after = 1
     weight = pipeline.store.own[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
     weight[0, 0] = bad

@@ -123,7 +123,7 @@ def validated(
 
 def validated_raises(world: Meeting, schedule: str, fault: str) -> dict[str, Any]:
     """A step that ends the run, after others. Then it runs again, without the fault."""
-    options = EngineOptions(schedule, MICROBATCHES, post_validation=True)
+    options = EngineOptions(schedule, MICROBATCHES, post_validation=True, stop_after=1)
     model = model_of(parse({"model": GPT}))
     pipeline = Engine(world, model, uniform(LAYERS, world.size), options)
     now = [0]
@@ -315,7 +315,7 @@ def test_layers_are_measured() -> None:
 
 def test_non_finite_loss_raises_one_step_late() -> None:
     """The failed step and the step that has begun update no weight."""
-    one, twin = own_pipeline(post_validation=True), own_pipeline()
+    one, twin = own_pipeline(post_validation=True, stop_after=1), own_pipeline()
     weight = one.store.own[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
     trained(twin, 2, 0.0)
