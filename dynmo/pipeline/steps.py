@@ -162,7 +162,8 @@ class Steps:
     def _save_before_end(self) -> None:
         """Saves before steps that are not finite end the training."""
         try:
-            self._saves.if_due(self.done, at_end=True)
+            if not self._saves.if_due(self.done, at_end=True):
+                self._saves.complete(raises=True)
         except RunError as error:
             self._tell(FaultEvent(self.done, str(error)))
 

@@ -151,6 +151,7 @@ def test_position_is_that_of_the_next_step(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="step 3: loss nan"):
             pipeline.step(next(loader))
         assert positions == [1, 2, 3]
+        assert (tmp_path / "step-000003").is_dir()
         assert loader.state_dict()["step"] == 3, "the batch of the step that failed comes again"
         loader.close()
         pipeline.close()
