@@ -13,7 +13,6 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from dynmo.errors import RunError
 from dynmo.events import FaultEvent, NotFiniteEvent, StepResult
 from dynmo.models.flops import product_weights
 from dynmo.pipeline.autosave import AutoSave
@@ -33,6 +32,7 @@ from dynmo.pipeline.results import (
     tokens_of,
 )
 from dynmo.pipeline.whole_model import join_outputs
+from dynmo.runtime.comm.agreement import NotWritten
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.batch_check import StepBatch, StepSettings
@@ -164,7 +164,7 @@ class Steps:
         try:
             if not self._saves.if_due(self.done, at_end=True):
                 self._saves.complete(raises=True)
-        except RunError as error:
+        except NotWritten as error:
             self._tell(FaultEvent(self.done, str(error)))
 
     def drain(self) -> tuple[StepResult, ...]:

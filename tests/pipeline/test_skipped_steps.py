@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Any] = {
 class Block(nn.Module):
     """Draws, and keeps a running mean and a generator of its own unless replicas forbid that."""
 
+    mean: Tensor
+
     def __init__(self, has_state: bool) -> None:
         super().__init__()
         self.linear, self.has_state = nn.Linear(8, 8), has_state
