@@ -176,11 +176,14 @@ def test_failed_join_keeps_the_mesh_and_the_digest(
     assert told(events) == reference(pool, "plain")
 
 
-def test_growth_without_newcomers_keeps_the_mesh(pool: Pool) -> None:
-    config = wanted("plain", 2, elastic={"reshape_at": GROWTH, "join_timeout": 0.1})
+@pytest.mark.parametrize(("limit", "timeout"), [(0.1, 60.0), (2.2, 2.0)], ids=["short", "long"])
+def test_growth_without_newcomers_keeps_the_mesh(pool: Pool, limit: float, timeout: float) -> None:
+    """The run waits as long as it is told to, also for longer than any other wait may be."""
+    config = wanted("plain", 2, elastic={"reshape_at": GROWTH, "join_timeout": limit})
+    config["parallel"]["timeout"] = timeout
     events = run(pool, config, "train_elastic")[0]["events"]
     ((what,),) = fields_of(events, "fault", "what")
-    assert "waited 0.1 s for 1 more rank" in what
+    assert f"waited {limit:g} s for 1 more rank" in what
     assert told(events) == reference(pool, "plain")
 
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,22 +25,29 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 RUNS, EVENTS = Path("runs"), "events.jsonl"
+_OF_TORCHRUN = ".torchrun"  # the id of the job that trains a run
 NOTHING_TO_SAVE = "interrupted before the first step, so there is nothing to save"
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
+def run_folder(
+    config: Config, resume: bool, overwrite: bool, again: bool = False
+) -> Iterator[Path]:
     """Prepares runs/NAME.
 
     The ranks may find the input wrong, or be interrupted, before the run writes its first event.
     The folder is then restored, so that it does not block the next attempt. A run that --overwrite
     replaces is deleted only after the first event of the new run, by `forget_replaced`. The error
     of a run that fails says how it, or the run before, can go on.
+
+    Args:
+        again: Whether torchrun has started this run before.
     """
     folder = RUNS / config.name
     with _alone(folder):
         try:
-            before = _prepare(folder, config, resume, overwrite)
+            before = _prepare(folder, config, resume, overwrite, again)
+            _mark_for_torchrun(folder)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ready: {error}") from None
         events = _size(folder / EVENTS)
@@ -105,6 +113,23 @@ def make_ready_again(config: Config) -> bool:
     except OSError as error:
         raise RunError(f"{folder} cannot be made ready: {error}") from None
     return resumes
+
+
+def is_again(config: Config) -> bool:
+    """Returns whether torchrun has started this run before, and starts it again."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not count.isdigit() or not int(count):
+        return False
+    with contextlib.suppress(OSError):
+        mark = RUNS / config.name / _OF_TORCHRUN
+        return mark.read_text("utf-8") == os.environ.get("TORCHELASTIC_RUN_ID")
+    return False
+
+
+def _mark_for_torchrun(folder: Path) -> None:
+    """Notes which job of torchrun trains the run. Another job has no part in it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        write_whole(folder / _OF_TORCHRUN, os.environ["TORCHELASTIC_RUN_ID"])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -195,7 +220,11 @@ def _prepare(
     Args:
         again: Whether the folder is that of an earlier attempt of the same run.
     """
-    if _aside(folder).exists() and not _size(folder / EVENTS):
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        (folder / _OF_TORCHRUN).unlink(missing_ok=True)  # of an earlier job
+    if resume or again:
+        _remove_leftovers(folder)
+    if not again and _aside(folder).exists() and not _size(folder / EVENTS):
         # An attempt to replace the run failed before its first event.
         shutil.rmtree(folder, ignore_errors=True)
         _aside(folder).rename(folder)
@@ -217,6 +246,19 @@ def _prepare(
             before.replaced.rename(folder)
         raise
     return before
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what a run that was killed has left."""
+    shutil.rmtree(folder / ".launch", ignore_errors=True)
+    for path in (folder / "rendezvous.json", *folder.glob("*.tmp")):
+        path.unlink(missing_ok=True)
+    for path in sorted((folder / "checkpoints").glob("step-*.tmp")):
+        final = path.with_name(path.name.partition(".")[0])
+        if path.name.endswith(".replaced.tmp") and not final.exists():
+            path.rename(final)  # killed before the new one had its name
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _resumed_config(folder: Path) -> str:

@@ -38,6 +38,7 @@ from dynmo.cli.run_folder import (
     RUNS,
     forget_replaced,
     how_to_go_on,
+    is_again,
     make_ready_again,
     newest_checkpoint,
     run_folder,
@@ -216,10 +217,17 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
     prepare_joined_rank(rendezvous)
     with described_errors(rendezvous.rank):
         config = with_known_steps(config, options.as_json)
+    again = is_again(config)
+    if again:
+        saved = newest_checkpoint(RUNS / config.name)
+        options = options.model_copy(update={"resume": saved is not None, "overwrite": False})
+        if rendezvous.rank == 0:
+            how = "begins anew" if saved is None else f"goes on from {saved}"
+            _logger.warning(f"torchrun has started the ranks again; {RUNS / config.name} {how}")
     # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     with (
-        run_folder(config, options.resume, options.overwrite)
+        run_folder(config, options.resume, options.overwrite, again)
         if writes
         else contextlib.nullcontext(),
         described_errors(rendezvous.rank),

@@ -34,6 +34,7 @@ from dynmo.pipeline.gathering import rules_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
+from dynmo.pipeline.stop_flag import is_asked_to_stop
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
@@ -43,6 +44,8 @@ from dynmo.runtime.state.migration import Migration
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2
+# Most seconds for which rank 0 waits for newcomers before it tells the other ranks how many came.
+_PIECE = 1.0
 
 
 class Elasticity:
@@ -182,7 +185,7 @@ class Elasticity:
         if not self._rebalancer.measured:
             return None
         elastic, size = self.options.elastic, self._everyone.size
-        available = size + self._newcomers_waiting()
+        available = size + self._newcomers_waiting()[0]
         nodes = _nodes(self._places())
         rules = rules_of(self.options, self._pipeline, "ranks")
         rules = replace(rules, available_ranks=available, most_ranks=self._most_ranks)
@@ -209,27 +212,36 @@ class Elasticity:
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until all missing newcomers are there. Returns the number of present ones."""
-        world = self._everyone
-        join_timeout = min(self.options.elastic.join_timeout, 0.8 * world.timeout)
-        if self._newcomers is not None:
-            end = time.monotonic() + join_timeout
-            if self._newcomers.look(at_once=True) < missing:
-                self._newcomers.start(missing - self._newcomers.waiting)
-            while self._newcomers.look(at_once=True) < missing and time.monotonic() < end:
-                time.sleep(0.02)
-        waiting = self._newcomers_waiting()
+        world, join_timeout = self._everyone, self.options.elastic.join_timeout
+        start = time.monotonic()
+        if self._newcomers is not None and self._newcomers.look(at_once=True) < missing:
+            self._newcomers.start(missing - self._newcomers.waiting)
+        # The other ranks wait for rank 0 as long as for any message, so it answers in between.
+        piece, waiting, is_over = min(_PIECE, world.timeout / 4), 0, False
+        while waiting < missing and not is_over:
+            now = time.monotonic()
+            end = min(now + piece, start + join_timeout)
+            if self._newcomers is not None:
+                while self._newcomers.look(at_once=True) < missing and time.monotonic() < end:
+                    time.sleep(0.02)
+            is_late = self._newcomers is not None and time.monotonic() >= start + join_timeout
+            waiting, is_over = self._newcomers_waiting(is_late or is_asked_to_stop())
         if waiting < missing:
             if self._newcomers is not None:
                 self._newcomers.miss()
-            came = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join)"
+            waited = min(join_timeout, round(time.monotonic() - start, 1))
+            came = f"waited {waited:g} s for {count_text(missing)} (dynmo train --join)"
             goes_on = f"the run goes on with {world.size}, and takes the others when they come"
             self._tell(FaultEvent(step, f"{came}, and {waiting} came; {goes_on}"))
         return waiting
 
-    def _newcomers_waiting(self) -> int:
-        """Returns the number of waiting newcomers, on every rank."""
-        table = torch.tensor([0 if self._newcomers is None else self._newcomers.waiting])
-        return int(self._everyone.sum(table, "rank 0 to say who waits to join"))
+    def _newcomers_waiting(self, is_over: bool = False) -> tuple[int, bool]:
+        """Returns the number of waiting newcomers, and whether `is_over` holds on some rank."""
+        waiting = 0 if self._newcomers is None else self._newcomers.waiting
+        table = self._everyone.sum(
+            torch.tensor([waiting, int(is_over)]), "rank 0 to say who waits to join"
+        )
+        return int(table[0]), bool(table[1])
 
     def _places(self) -> list[RankPlace]:
         world = self._everyone

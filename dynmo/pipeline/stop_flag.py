@@ -36,6 +36,11 @@ class StopFlag:
 _flag: StopFlag | None = None
 
 
+def is_asked_to_stop() -> bool:
+    """Returns whether a signal has asked this process to stop its training."""
+    return _flag is not None and _flag.stop
+
+
 @contextmanager
 def stop_flag() -> Iterator[StopFlag]:
     """Yields a flag that signals set: SIGTERM and SIGINT ask for a stop, SIGUSR1 to save.

@@ -43,6 +43,7 @@ def run(
     with start(config, rendezvous) as (world, model):
         trainer = Trainer(config, world, model, folder, resume, listen)
         file = _tell_newcomers(rendezvous, folder) if world.rank == 0 else None
+        trainer.on_new_folder = lambda: _tell_newcomers(rendezvous, folder)
         try:
             result = trainer.run()
             if result.left and parks(config.elastic):

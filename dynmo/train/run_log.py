@@ -57,6 +57,11 @@ class RunLog:
     def writes(self) -> bool:
         return self._folder is not None
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the run's folder was removed or moved."""
+        return self._folder is not None and not (self._folder / "events.jsonl").exists()
+
     def emit(self, event: Event) -> None:
         if self._events is not None:
             self._events.write(event)
@@ -74,6 +79,10 @@ class RunLog:
         """Notes in the run's own config that a microbatch has another size."""
         self.config = with_options(self.config, ("train",), {"micro_batch": size})
         self._write_config("the size of microbatches")
+
+    def write_config(self) -> None:
+        """Writes the config, in a folder that was made anew."""
+        self._write_config("the run")
 
     def _write_config(self, what: str) -> None:
         """Writes the config as it is now. `what` names the change in messages."""

@@ -24,7 +24,7 @@ from dynmo.errors import InputError, RunError
 from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.pipeline.options import SaveOptions
-from dynmo.pipeline.stop_flag import stop_flag
+from dynmo.pipeline.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
@@ -107,6 +107,8 @@ class Trainer:
         self._leads = False  # whether the log is that of rank 0
         self._early: list[Event] = []
         self._stepped = False  # whether a step is done
+        self._flag = StopFlag()
+        self.on_new_folder: Callable[[], object] = lambda: None  # after the run's own was removed
         self._world, self._model, self._listen = world, model, listen
         self.pipeline = Pipeline(
             model,
@@ -199,6 +201,8 @@ class Trainer:
             return
         if self._leads != self._world.leads:  # rank 0 has left
             self._open_log()
+        if self._log.is_removed:
+            self._make_folder_again()
         self._log.emit(event)
         if (
             isinstance(event, ChangeEvent)
@@ -207,14 +211,35 @@ class Trainer:
         ):
             self._log.record_options(event.case, event.options)
 
+    def _make_folder_again(self) -> None:
+        """Goes on in a new folder after the run's own was removed or moved, and saves there."""
+        folder = self._folder
+        assert self._log is not None
+        assert folder is not None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"{folder} was removed or moved, and cannot be made again: {error.strerror}"
+            ) from None
+        self._log.close()
+        self._log = RunLog(self._log.config, folder, self._listen, goes_on=True)
+        self._log.write_config()
+        self.on_new_folder()
+        saves = " and saves there" if self._log.config.checkpoint.every else ""
+        _logger.warning(
+            f"{folder} was removed or moved while the run trains; the run makes it anew{saves}"
+        )
+        self._flag.save = True
+
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
         # The flag stays until the last event. A signal after the last step must not cut the account
         # short.
-        with stop_flag() as stopping:
+        with stop_flag() as self._flag:
             try:
-                return self._run(stopping)
+                return self._run(self._flag)
             finally:
                 if self._log is not None:
                     self._log.close()

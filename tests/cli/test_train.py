@@ -198,6 +198,28 @@ def test_failed_run_says_how_to_go_on(
     assert run(tmp_path, "run.toml", "--resume") == (130, "", f"dynmo: {nothing}; {on}\n")
 
 
+def test_resume_removes_what_a_killed_run_has_left(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that was just being replaced gets its name back."""
+    fill(tmp_path)
+    folder = tmp_path / "runs/main"
+    names = ("step-000005", "step-000010.replaced.tmp", "step-000010.tmp", "step-000015.tmp")
+    for name in names:
+        (folder / "checkpoints" / name).mkdir(parents=True)
+    (folder / "checkpoints/step-000010.replaced.tmp/manifest.json").write_text("of step 10")
+    (folder / ".launch").mkdir()
+    for name in ("rendezvous.json", "config.toml.tmp", ".launch/entered-0"):
+        (folder / name).write_text("")
+    (folder / "config.toml").write_text(load(tmp_path / "run.toml").to_toml())
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", lambda *arguments: 0)
+    assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
+    assert {*tree(folder)} == {"config.toml", "checkpoints/step-000010/manifest.json"}
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == ["step-000005", "step-000010"]
+    assert not (folder / ".launch").exists()
+
+
 def test_full_disk_at_start_leaves_the_run_unchanged(tmp_path: Path, run: Run) -> None:
     """The files of an old run stay unchanged, and a new run leaves no folder behind."""
     fill(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from dynmo.event_log import read
 from dynmo.report.summary import summarize
 from tests.cli.conftest import ENDS
 from tests.cli.runs import (
+    CONFIG,
     GPT,
     LONG,
     ONE_RANK,
@@ -300,6 +302,71 @@ def test_restarted_run_ends_with_equal_weights(base: Base, work: Path) -> None:
     result = json.loads(done.out)
     assert result["weights_digest"] == json.loads(base.done.out)["weights_digest"]
     assert summarize(read(work / "runs/main/events.jsonl")).steps == 40
+
+
+def test_run_that_torchrun_restarts_goes_on(filled: Path, rank: Run) -> None:
+    """It resumes or begins anew by itself. A run of another job is not touched."""
+    sets = (*of("tires"), ONE_RANK, "train.steps=3", "checkpoint.every=1", "train.eval_every=0")
+
+    def attempt(number: int, *arguments: str, job: str = "job") -> Done:
+        os.environ |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": job}
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        return rank(filled, "run.toml", *arguments, sets=sets)
+
+    assert "tired of this" in attempt(0).err
+    (filled / "run.toml").write_text(CONFIG)
+    done = attempt(1, "--overwrite")
+    assert done.status == 0, done.err
+    assert re.search(r"ranks again; runs/main goes on from .*/step-00000[12]\n", done.err)
+    for number in range(2):
+        assert_refused(attempt(number, job="other"), "runs/main exists")
+    shutil.rmtree(filled / "runs/main/checkpoints")
+    assert_refused(attempt(1), "runs/main exists")
+
+
+REMOVES = """
+import shutil
+from torch import nn
+
+class Removes(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 10:
+            shutil.move("runs/main", "elsewhere")
+        return super().forward(x)
+
+def model(kind):
+    return [nn.Embedding(256, 8), kind(8, 8), nn.Linear(8, 256)]
+
+def plain():
+    return model(nn.Linear)
+
+def removes():
+    return model(Removes)
+"""
+
+
+def test_run_whose_folder_is_moved_goes_on(filled: Path, rank: Run) -> None:
+    (filled / "removes.py").write_text(REMOVES)
+    sets = ("dynamism.cases=[]", ONE_RANK, "train.steps=6", "checkpoint.every=50")
+    sets += ("train.eval_every=0", "metrics.to=['csv']", "model.kind=python:removes:")
+    digests: list[str] = []
+    for name, function in (("plain", "plain"), ("main", "removes")):
+        os.environ["MASTER_PORT"] = free_port()
+        given = (*sets[:-1], sets[-1] + function, f"name={name}")
+        done = rank(filled, "run.toml", "--json", sets=given)
+        assert done.status == 0, done.err
+        digests.append(json.loads(done.out)["weights_digest"])
+    assert digests[0] == digests[1]
+    assert "dynmo: runs/main was removed or moved while the run trains" in done.err
+    assert load(filled / "runs/main/config.toml").name == "main"
+    kinds = [(each["event"], each["step"]) for each in events(filled, "main")]
+    assert {step for kind, step in kinds if kind == "step"} == {2, 3, 4, 5}
+    saved = [step for kind, step in kinds if kind == "checkpoint"]
+    assert len(saved) == 2, "soon, and at the end"
+    assert (filled / "runs/main/numbers.csv").exists()
+    assert (filled / "elsewhere/config.toml").exists()
 
 
 @pytest.mark.matrix

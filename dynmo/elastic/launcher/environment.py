@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,8 @@ from dynmo.errors import RunError
 # first launch may wait until the device is idle, which such a receive prevents. Streams that share
 # a connection wait for each other. CUDA reads both settings as it starts.
 FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+_MAKING = 10.0  # seconds after which a folder without a lock was left by a process
 
 
 def prepare_cuda(ranks: int) -> None:
@@ -78,18 +83,60 @@ def process_environment(process: int, size: int, folder: Path, threads: int) -> 
 
 @contextlib.contextmanager
 def launch_folder(folder: Path | None) -> Iterator[Path]:
+    """Makes a folder for a launcher and its ranks, and removes it afterwards.
+
+    A temporary folder stays locked. Cleaners of temporary files then leave it alone, and the next
+    launcher sees that it is in use.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if folder is None:
+                _remove_left_folders()
+                folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+                with contextlib.suppress(OSError):  # no such locks here
+                    stack.callback(os.close, _locked(folder))
+            else:
+                shutil.rmtree(folder, ignore_errors=True)  # left by a launcher that was killed
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise RunError(f"{folder} cannot be made: {error}") from None
+        try:
+            yield folder.absolute()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: Path) -> int:
+    """Opens and locks a folder. Raises OSError if another process holds the lock."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="dynmo-"))
-        else:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a launcher that was killed
-            folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error}") from None
-    try:
-        yield folder.absolute()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _prefix() -> str:
+    """Returns the begin of the names of this machine's launch folders."""
+    return f"dynmo-launch-{socket.gethostname()}-"
+
+
+def _remove_left_folders() -> None:
+    """Removes temporary folders of launchers that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):  # in use, or another user's
+            if time.time() - folder.stat().st_ctime > _MAKING:
+                handle = _locked(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(handle)
+
+
+def keep(folder: Path) -> None:
+    """Touches the files of a launch folder, so that no cleaner of temporary files takes them."""
+    with contextlib.suppress(OSError):  # a file may be written or removed just now
+        for path in (folder, *folder.iterdir()):
+            os.utime(path)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from pathlib import Path
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import (
     Asked,
+    keep,
     launch_folder,
     most_local_ranks,
     process_environment,
@@ -49,11 +51,15 @@ from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
 
+_logger = logging.getLogger(__name__)
+
 # Seconds that the other ranks get after a failure, to find out for themselves and say why.
 _GRACE = 3.0
 _GRACE_WHEN_HUNG = 0.3
 # Seconds between two looks at the processes, and for messages.
 _TICK, _LOOK = 0.02, 0.2
+# Seconds between two times at which the files of the launch folder are touched.
+_TOUCH = 3600.0
 # Seconds that a newcomer, or the thread that gives resources back, gets after the run's end.
 _LAST = 5.0
 # Ranks leave together, but one may take longer to end. The others are given back after these
@@ -170,6 +176,7 @@ class Supervisor:
         self._leave_by = 0.0  # when those of them that have ended are given back at the latest
         self._releases = ThreadedManager()
         self._reports: list[Report] = []
+        self._is_removed = False  # the launch folder was removed once
         self._shown = Counter[int]()  # bytes of each process' log
 
     def start(self, joins: bool = False) -> None:
@@ -210,7 +217,7 @@ class Supervisor:
         """
         self._from_ranks, self._to_ranks = Messages(store, "asked"), Messages(store, "told")
         failed_at: float | None = None
-        next_look = 0.0
+        next_look = next_touch = 0.0
         while self.asked.stops < 2:
             now = time.monotonic()
             for process in self._processes if self.asked.stops else ():
@@ -224,6 +231,9 @@ class Supervisor:
             living = {number for number, code in codes.items() if code is None}
             if not living:
                 return
+            if now >= next_touch:
+                keep(self.folder)
+                next_touch = now + _TOUCH
             self._give_back_ended(now)
             failed = any(code not in (None, 0, STOPPED) for code in codes.values())
             # A rank may have left, and the message of it come after its end.
@@ -256,7 +266,11 @@ class Supervisor:
         ended = [process for process in self._processes if process.code is not None]
         # A listing shows new files of other machines at once. A network file system may keep the
         # answer that one file does not exist.
-        names = {path.name for path in self.folder.iterdir()}
+        try:
+            names = {path.name for path in self.folder.iterdir()}
+        except FileNotFoundError:
+            names = set[str]()
+            self._make_again()
         with contextlib.suppress(*LOST):
             for message in self._from_ranks.receive():
                 self._act_on(**message)
@@ -277,6 +291,17 @@ class Supervisor:
             while self._reports:
                 self._to_ranks.send(asdict(self._reports[0]))
                 del self._reports[0]
+
+    def _make_again(self) -> None:
+        """Makes the launch folder anew, after a cleaner of temporary files or a user removed it."""
+        if not self._is_removed:
+            _logger.warning(
+                f"{self.folder} was removed while the run uses it; the run goes on, but its ranks "
+                "may not be able to leave or join"
+            )
+        self._is_removed = True
+        with contextlib.suppress(OSError):  # then a failure tells less
+            self.folder.mkdir(mode=0o700, parents=True)
 
     def _show_output(self) -> None:
         """Shows the log of rank 0, once that is a process that does not write to the terminal."""

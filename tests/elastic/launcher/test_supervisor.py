@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,6 +256,50 @@ def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) 
     wait_until(lambda: gone(tmp_path), 15)
     for folder in (tmp_path / "tmp").iterdir():  # nobody was there to remove it
         shutil.rmtree(folder)
+
+
+def test_launch_folder_that_is_removed_ends_no_run(go: Launch, tmp_path: Path) -> None:
+    """Ranks still leave the reason of a failure, in a folder that is made again."""
+    body = """
+up()
+folder = Path(os.environ["DYNMO_RENDEZVOUS"])
+while not Path("removed").exists() or not folder.exists():
+    time.sleep(0.01)
+from dynmo.elastic.launcher.rank_side import report_failure
+sys.exit(report_failure(ValueError("bad")) if rank else 0)
+"""
+    process = go(body)
+    up(tmp_path)
+    (folder,) = (tmp_path / "tmp").iterdir()
+    shutil.rmtree(folder)
+    (tmp_path / "removed").touch()
+    status, _, err = end(process)
+    assert status == 1
+    first, last = err.splitlines()
+    assert first == (
+        f"{folder} was removed while the run uses it; the run goes on, but its ranks may not be "
+        "able to leave or join"
+    )
+    assert last == "RunError: rank 1: ValueError: bad"
+
+
+def test_launch_folders_of_killed_launchers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(environment, "_MAKING", -1.0)
+    other = tmp_path / "dynmo-launch-elsewhere-1"
+    other.mkdir()
+    with environment.launch_folder(None) as used:
+        left = used.with_name(f"{used.name}x")
+        left.mkdir()
+        (left / "entered-0").touch()
+        os.utime(used, (0, 0))
+        with environment.launch_folder(None) as second:
+            assert {*tmp_path.iterdir()} == {used, second, other}
+        environment.keep(used)
+        assert used.stat().st_mtime > 0
+    assert [*tmp_path.iterdir()] == [other]
 
 
 def test_command_that_cannot_start_raises_an_error(tmp_path: Path) -> None:
