@@ -132,7 +132,8 @@ class AutoSave:
         begin = self._save()
         assert begin is not None
         save = begin(folder, keep, extra, best, behind=behind)
-        self._under_way, self._is_written, self._is_asked = save, False, False
+        self._under_way, self._is_written = save, False
+        self._is_asked = self._stops = False
         self.step, self._begun = save.step, time.monotonic()
         return save.path
 

@@ -34,6 +34,7 @@ from dynmo.pipeline.gathering import rules_of
 from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
+from dynmo.pipeline.results import STOP
 from dynmo.pipeline.stop_flag import is_asked_to_stop
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
@@ -67,6 +68,7 @@ class Elasticity:
         self._newcomers: Newcomers | None = None
         self._open_entrance(None)
         self._must_decide = False  # rank 0 wants to decide
+        self._stops = False  # the training ends, of which a newcomer would not know
         # A planned mesh whose newcomers did not come.
         self._postponed: tuple[int, int] | None = None
         self._wanted_ranks: int | None = None  # number of ranks that the planner would like
@@ -141,10 +143,11 @@ class Elasticity:
     def take_flags(self, flags: Sequence[int]) -> None:
         """Takes the flags of a step's result."""
         self._must_decide = self._must_decide or any(flag & LOOK for flag in flags)
+        self._stops = any(flag & STOP for flag in flags)
 
     def acts(self, step: int) -> bool:
         """Returns True if it may change the ranks before a step."""
-        return (
+        return not self._stops and (
             self._must_decide
             or self._is_planned(step)
             or (self.options.elastic.changes_ranks and self._rebalancer.is_due(step))

@@ -88,6 +88,14 @@ def test_a_signal_saves_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
         assert row["after TERM"] == ["step-000003", "step-000005"]
 
 
+def test_a_training_may_go_on_after_a_stop(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path, keep=9))
+    assert pipeline.step(*batch(0), stop=True).stop
+    train(pipeline, 3)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000001", "step-000003"]
+
+
 def test_rank_that_has_left_saves_nothing(pool: Pool, tmp_path: Path) -> None:
     """Its layers are those of other ranks now. Signals end it while it waits."""
     stays, leaves = pool.run(JOBS + "leave", 2, folder=str(tmp_path))
@@ -95,6 +103,14 @@ def test_rank_that_has_left_saves_nothing(pool: Pool, tmp_path: Path) -> None:
     assert leaves["signals"] == "as before"
     assert saved(tmp_path) == ["step-000004"]
     checkpoint.verify(tmp_path / "step-000004")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_signal_in_the_step_before_a_rank_joins(pool: Pool, tmp_path: Path, stops: bool) -> None:
+    """The newcomer knows nothing of it, so the others save first. A training that ends stays."""
+    rows = pool.run(JOBS + "signalled_before_a_rank_joins", 2, folder=str(tmp_path), stops=stops)
+    assert rows == [[5 if stops else 6, False], [2 if stops else 6, stops]]
+    assert saved(tmp_path) == ["step-000004", "step-000005" if stops else "step-000006"]
 
 
 def test_signals_are_as_before_once_training_is_over(world: dynmo.World, tmp_path: Path) -> None:
@@ -302,3 +318,21 @@ def leave(world: Meeting, folder: str) -> dict[str, Any]:
         changed = signal.getsignal(signal.SIGTERM) is not before
     pipeline.close()
     return {"left": left, "signals": "others" if changed else "as before"}
+
+
+def signalled_before_a_rank_joins(world: Meeting, folder: str, stops: bool) -> list[Any]:
+    elastic = dynmo.Elastic(reshape_at=((2, 1, 1), (4, 2, 1)), join_timeout=20)
+    saves = dynmo.Checkpoints(folder=folder)
+    pipeline = make(world, checkpoint=saves, elastic=elastic, post_validation=True)
+    leads, stop = world.rank == 0, False
+    while pipeline.steps < 6 and not stop:
+        stop = any(result.stop for result in pipeline.adapt())
+        if pipeline.left and not pipeline.join():
+            break
+        if pipeline.steps == 3 and leads:
+            os.kill(os.getpid(), signal.SIGTERM if stops else signal.SIGUSR1)
+        stop |= any(result.stop for result in pipeline.advance(*batch(pipeline.steps)))
+    if not pipeline.left:
+        pipeline.finish()
+    pipeline.close()
+    return [pipeline.steps, pipeline.left]
