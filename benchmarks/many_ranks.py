@@ -315,7 +315,7 @@ def of_threads(mesh: Mesh) -> dict[str, Taken]:
 
     def gather_readings(world: RankGroup) -> None:
         profiler: Any = SimpleNamespace(readings=lambda _: None)
-        RankSpeeds(mesh.layer_store(world), profiler).measure(costs, 0.0)
+        RankSpeeds(mesh.layer_store(world), profiler).measure(costs, 0.0, 0)
 
     acts: dict[str, Callable[[RankGroup], object]] = {
         "end a step": end_step,
@@ -413,7 +413,7 @@ def speeds_of(mesh: Mesh) -> tuple[Tensor, Callable[[], object]]:
     store = mesh.layer_store(world)
     profiler: Any = SimpleNamespace(readings=lambda _: readings)
     costs = mesh.costs()
-    return noise, lambda: RankSpeeds(store, profiler).measure(costs, 0.0)
+    return noise, lambda: RankSpeeds(store, profiler).measure(costs, 0.0, 0)
 
 
 def messages_to_newcomers(mesh: Mesh, now: Plan) -> list[str]:

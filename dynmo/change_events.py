@@ -87,6 +87,25 @@ class SpeedsEvent(Event):
 
 
 @dataclass(frozen=True)
+class SlowRankEvent(Event):
+    """A rank has been slow for several windows of measurement, or is so no longer.
+
+    Attributes:
+        rank: Number of the rank in the whole mesh.
+        factor: How many times as long it takes for equal work. 1 if it is slow no longer.
+        machine: Name of its machine.
+        twin: The rank with the same stages in another replica, with which it was compared. None:
+            with the middle rank.
+    """
+
+    event: ClassVar[str] = "slow_rank"
+    rank: int
+    factor: float
+    machine: str
+    twin: int | None = None
+
+
+@dataclass(frozen=True)
 class ScheduleEvent(Event):
     """The ranks' order of work was made anew from measured costs.
 

@@ -265,3 +265,31 @@ def test_repack_keeps_all_ranks_if_fewer_are_too_slow(pool: Pool) -> None:
     }
     events = run(pool, config, IN_EMULATED_TIME, wrapped="train_elastic")[0]["events"]
     assert sizes(events) == []
+
+
+SLOW = "tests.train.elastic_jobs:at_speeds"
+
+
+@pytest.mark.parametrize("repack", mostly_matrix([True, False], everyday=[True]))
+def test_a_slow_rank_is_named_and_given_back(pool: Pool, repack: bool) -> None:
+    """Its only layer holds up the others, so two ranks are faster without it."""
+    config = {
+        "model": {"kind": "emulated", "layers": 12, "speeds": [1, 0.1, 1]},
+        "train": {"steps": 30, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 3},
+        "elastic": {"repack": repack},
+    }
+    config["model"] |= dict.fromkeys("fbw", 1.0)
+    results = run(pool, config, SLOW)
+    events = results[0]["events"]
+    ((named, rank, factor, twin),) = fields_of(
+        events, "slow_rank", "step", "rank", "factor", "twin"
+    )
+    assert (rank, factor, twin) == (1, 10, None)
+    moves = fields_of(events, "rebalance", "step", "to")
+    assert moves[0][0] < named
+    assert moves[0][1][1] < 4, "it gets fewer layers before it is given back"
+    assert [result["left"] for result in results] == [False, repack, False]
+    assert sizes(events) == [(named, 3, 2)] * repack, "and the run asks for no other one"
+    still = run(pool, config | {"elastic": {}, "parallel": {}}, IN_EMULATED_TIME)[0]
+    assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")

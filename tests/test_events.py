@@ -23,6 +23,7 @@ from dynmo.change_events import (
     ReshapeEvent,
     ResizeEvent,
     ScheduleEvent,
+    SlowRankEvent,
     SpeedsEvent,
     TokensEvent,
 )
@@ -57,6 +58,7 @@ ALL: list[Event] = [
     ChangeEvent(1, "freezing", (0, 1), "froze layers 0 to 1", time=2.75),
     RebalanceEvent(1, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n", 0.2, 0.3, time=3.0),
     SpeedsEvent(1, (1.0, 0.5), time=3.125),
+    SlowRankEvent(1, 3, 2.0, "b", 2, time=3.2),
     ScheduleEvent(1, "zb-auto", 0.0625, time=3.25),
     RebalanceResultEvent(7, 1, 1 / 3, time=3.5),
     ReshapeEvent(7, (4, 1), (2, 2), (9, 9), 1 << 33, 0.25, time=3.75),
@@ -88,8 +90,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(read(path)) == ALL
     lines = path.read_text().splitlines()
     assert " ".join(json.loads(line)["event"] for line in lines) == (
-        "step data skipped not_finite saves held_out eval tokens change rebalance speeds schedule "
-        "rebalance_result reshape repack grow release fault rollback post_validation checkpoint end"
+        "step data skipped not_finite saves held_out eval tokens change rebalance speeds "
+        "slow_rank schedule rebalance_result reshape repack grow release fault rollback "
+        "post_validation checkpoint end"
     )
     moved = json.loads(lines[9])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"

@@ -74,6 +74,7 @@ class Elasticity:
         self._wanted_ranks: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
         self._most_ranks = max(options.world_size, self._everyone.size)
+        self._given_up = 0  # slow ranks that left, which the run does not ask for again
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
@@ -133,11 +134,8 @@ class Elasticity:
         if elastic.target_ranks is not None:
             return size < elastic.target_ranks and waiting > self._refused
         if elastic.repack:
-            return (
-                self._wanted_ranks is not None
-                and self._wanted_ranks > size
-                and waiting > self._refused
-            )
+            wanted = size if self._wanted_ranks is None else self._wanted_ranks
+            return (wanted > size or self._given_up > 0) and waiting > self._refused
         return waiting > self._refused and self._rebalancer.measured
 
     def take_flags(self, flags: Sequence[int]) -> None:
@@ -188,11 +186,13 @@ class Elasticity:
         if not self._rebalancer.measured:
             return None
         elastic, size = self.options.elastic, self._everyone.size
-        available = size + self._newcomers_waiting()[0]
+        waiting, most, _ = self._known_to_first()
+        available = size + waiting
         nodes = _nodes(self._places())
         rules = rules_of(self.options, self._pipeline, "ranks")
-        rules = replace(rules, available_ranks=available, most_ranks=self._most_ranks)
+        rules = replace(rules, available_ranks=available, most_ranks=most)
         decision = self._rebalancer.decide(step, rules, nodes, self.reference)
+        self._tell(*self._rebalancer.take_news())
         if decision.refusal is not None:  # the wish cannot be met with the present layers
             self._tell(FaultEvent(step, f"the run keeps its {size} ranks: {decision.refusal}"))
             return None
@@ -228,7 +228,7 @@ class Elasticity:
                 while self._newcomers.look(at_once=True) < missing and time.monotonic() < end:
                     time.sleep(0.02)
             is_late = self._newcomers is not None and time.monotonic() >= start + join_timeout
-            waiting, is_over = self._newcomers_waiting(is_late or is_asked_to_stop())
+            waiting, _, is_over = self._known_to_first(is_late or is_asked_to_stop())
         if waiting < missing:
             if self._newcomers is not None:
                 self._newcomers.miss()
@@ -238,13 +238,17 @@ class Elasticity:
             self._tell(FaultEvent(step, f"{came}, and {waiting} came; {goes_on}"))
         return waiting
 
-    def _newcomers_waiting(self, is_over: bool = False) -> tuple[int, bool]:
-        """Returns the number of waiting newcomers, and whether `is_over` holds on some rank."""
+    def _known_to_first(self, is_over: bool = False) -> tuple[int, int, bool]:
+        """Returns how many newcomers wait, and the most ranks to ask for, as rank 0 knows them.
+
+        Also returns whether `is_over` holds on some rank.
+        """
         waiting = 0 if self._newcomers is None else self._newcomers.waiting
+        most = 0 if self._everyone.rank else self._most_ranks - self._given_up
         table = self._everyone.sum(
-            torch.tensor([waiting, int(is_over)]), "rank 0 to say who waits to join"
+            torch.tensor([waiting, most, int(is_over)]), "rank 0 to say who waits to join"
         )
-        return int(table[0]), bool(table[1])
+        return int(table[0]), int(table[1]), bool(table[2])
 
     def _places(self) -> list[RankPlace]:
         world = self._everyone
@@ -257,7 +261,7 @@ class Elasticity:
     def _shrink(self, step: int, mesh: NextMesh) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
         rank, before = self._everyone.rank, (self._everyone.size, pipeline.store.layout.shape)
-        places = self._places()
+        places, slow = self._places(), self._pipeline.speeds.lasting
         staying = self._staying_ranks(_nodes(places), mesh)
         handed = "" if 0 in staying else self._hand_over()
         try:
@@ -272,6 +276,7 @@ class Elasticity:
         if handed:
             self._take_over(handed)
         left = [place for place in places if place.rank not in staying]
+        self._given_up += sum(place.rank in slow for place in left)
         if self._newcomers is not None:
             self._newcomers.on_resize([places[rank] for rank in staying], left)
         slowdown, names = None if mesh.gain is None else -mesh.gain, tuple(map(str, left))
@@ -282,11 +287,11 @@ class Elasticity:
     def _hand_over(self) -> str:
         """Returns what the next rank 0 must know of this one, on every rank."""
         known = None if self._newcomers is None else asdict(self._newcomers.handover())
-        given = json.dumps([self.gpu_seconds_returned, self._most_ranks, known])
+        given = json.dumps([self.gpu_seconds_returned, self._most_ranks, self._given_up, known])
         return share_texts(self._everyone, given, "rank 0 to hand over")[0]
 
     def _take_over(self, given: str) -> None:
-        self._returned, self._most_ranks, known = json.loads(given)
+        self._returned, self._most_ranks, self._given_up, known = json.loads(given)
         self._since = time.monotonic()
         self._open_entrance(None if known is None else Handover(**known))
 
@@ -307,6 +312,7 @@ class Elasticity:
         moment = time.monotonic()
         self._returned += (self._most_ranks - before[0]) * (moment - self._since)
         self._since, self._most_ranks = moment, max(self._most_ranks, mesh.ranks)
+        self._given_up = min(self._given_up, self._most_ranks - mesh.ranks)
         self._wanted_ranks, self._refused, self._must_decide = None, 0, False
         number, result = self._rebalancer.on_resize(step, mesh.gain, seconds)
         change = event(
@@ -325,11 +331,14 @@ class Elasticity:
         self._tell(result, change)
 
     def _staying_ranks(self, nodes: Sequence[str], mesh: NextMesh) -> tuple[int, ...]:
+        speeds = self._pipeline.speeds.of_ranks()
         if self.options.expert == 1:
-            return kept_ranks(nodes, mesh.ranks)
+            return kept_ranks(nodes, mesh.ranks, speeds)
         # Replicas hold different weights, so they stay together.
         replicas = mesh.shape[1]
-        positions = kept_ranks(nodes[::replicas], mesh.shape[0])
+        if speeds is not None:
+            speeds = tuple(min(speeds[i : i + replicas]) for i in range(0, len(nodes), replicas))
+        positions = kept_ranks(nodes[::replicas], mesh.shape[0], speeds)
         return tuple(
             position * replicas + replica for position in positions for replica in range(replicas)
         )

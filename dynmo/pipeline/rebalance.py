@@ -6,7 +6,7 @@ gather --> Problem, Plan now, Rules, Readings --> decide (pure) --> all ranks ag
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,9 +17,11 @@ from dynmo.change_events import (
     RebalanceResultEvent,
     ReshapeEvent,
     ScheduleEvent,
+    SlowRankEvent,
     SpeedsEvent,
 )
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.elastic.manager import own_node
 from dynmo.errors import NoRoomError
 from dynmo.events import Event
 from dynmo.pipeline.actions import Actions
@@ -36,7 +38,7 @@ from dynmo.pipeline.rebalance_watch import MoveGain, RebalanceWatch
 from dynmo.plan.evaluate import evaluate
 from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Readings, Rules
-from dynmo.runtime.comm.agreement import agree, maxima
+from dynmo.runtime.comm.agreement import agree, maxima, share_texts
 from dynmo.runtime.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Rebalancer:
         # Seconds of the last change of ranks.
         self._pause = _FIRST_PAUSE
         self._costs = tuple[LayerCost, ...]()  # those of the last decision
+        self._news: list[Event] = []  # of the ranks' speeds
         self._told_refusal = False  # that the memory allows no decision
         self.overhead = Overhead()
         # The decisions before the step, with what they rested on.
@@ -161,7 +164,7 @@ class Rebalancer:
         engine, world, options = self._engine, self._engine.store.world, self._options
         given = self._fixed, self._gain.doubt, engine.profiler.preempted, self._pause
         fixed, doubt, preempted, pause = maxima(world, given)
-        costs = self._costs = self._measured(preempted)
+        costs = self._costs = self._measured(step, preempted)
         problem = problem_of(
             options,
             engine,
@@ -184,6 +187,7 @@ class Rebalancer:
             scheduled_speeds=maker.known_speeds,
             is_measured=maker.known is not None,
             reference=reference,
+            rank_speeds=engine.speeds.of_ranks() if rules.kind == "ranks" else None,
         )
         gathered = time.perf_counter()
         now = evaluate(problem, choice_of(options, engine))
@@ -196,17 +200,36 @@ class Rebalancer:
         agree(world, decision.answer, _ACTS[rules.kind])
         return decision
 
-    def _measured(self, preempted: float) -> tuple[LayerCost, ...]:
+    def _measured(self, step: int, preempted: float) -> tuple[LayerCost, ...]:
         """Returns the costs of the layers. Measures the speeds of the ranks, too."""
         speeds = self._engine.speeds
         costs = measured_costs(self._engine, self._shapes)
         if not self._cases.keep_kinds:
             return costs
-        before = speeds.current
-        if speeds.measure(costs, preempted) and self._watch is not None:
+        before, lasting = speeds.current, speeds.lasting
+        if speeds.measure(costs, preempted, step) and self._watch is not None:
             self._watch.check_later()
-        same = speeds.current == before
-        return costs if same else measured_costs(self._engine, self._shapes)
+        if speeds.lasting != lasting:
+            self._tell_slow(step, lasting)
+        if speeds.current == before:
+            return costs
+        known = speeds.current or (1.0,) * self._engine.store.layout.ranks
+        self._news.append(SpeedsEvent(step, known))
+        return measured_costs(self._engine, self._shapes)
+
+    def _tell_slow(self, step: int, before: Mapping[int, float]) -> None:
+        """Tells which ranks are slow to stay, or no longer are. `before` are those of before."""
+        speeds, everyone = self._engine.speeds, self._engine.store.world.everyone
+        machines = share_texts(everyone, own_node(), "the machines of slow ranks")
+        for rank in sorted({*before, *speeds.lasting}):
+            if before.get(rank) != speeds.lasting.get(rank):
+                factor, twin = speeds.compared(rank) if rank in speeds.lasting else (1.0, None)
+                self._news.append(SlowRankEvent(step, rank, factor, machines[rank], twin))
+
+    def take_news(self) -> list[Event]:
+        """Returns what decisions since the last call have found about the ranks' speeds."""
+        news, self._news = self._news, []
+        return news
 
     # -- mesh and ranks ----------------------------------------------------------------------------
 
@@ -230,7 +253,7 @@ class Rebalancer:
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
         engine, start = self._engine, time.perf_counter()
         before, result = engine.store.layout.shape, self._gain.close(step)
-        events: list[Event] = [] if result is None else [result]
+        events: list[Event] = [*self.take_news(), *(() if result is None else (result,))]
         try:
             migration = self._actions.reshape(pipeline=pipeline, data=data, partition=partition)
         except NoRoomError:
@@ -275,13 +298,10 @@ class Rebalancer:
         """Decides before `step` on the placement and the schedule, and acts if that pays."""
         if self._watch is not None:
             self._watch.decided()
-        speeds, overhead = self._engine.speeds, self.overhead
-        before, spent = speeds.current, (overhead.measure, overhead.decide)
+        overhead = self.overhead
+        spent = overhead.measure, overhead.decide
         decision = self.decide(step, rules_of(self._options, self._engine, "placement"))
-        events: list[Event] = []
-        if speeds.current != before:
-            known = speeds.current or (1.0,) * self._engine.store.layout.ranks
-            events.append(SpeedsEvent(step, known))
+        events = self.take_news()
         if decision.refusal is not None and not self._told_refusal:
             self._told_refusal = True
             why = f"layers stay where they are: {decision.refusal}"

@@ -366,25 +366,33 @@ def nearest_divisors(value: int, total: int) -> str:
     return ", ".join(map(str, below[-1:] + above[:1]))
 
 
-def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
+def kept_ranks(
+    nodes: Sequence[str], count: int, speeds: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Chooses the ranks that stay when a run goes on with fewer, ascending.
 
     As many nodes as possible become empty, because a machine is free only when all of its ranks
     are. The smallest nodes go first, the last of equally small ones before the others. The one
     without a name goes last. A node that loses only some of its ranks loses the highest ones.
 
+    Slow ranks go before all others, except for the first one of the machine without a name.
+
     Args:
         nodes: Name of the machine of each rank. Empty for the one that cannot be given back.
         count: Number of ranks that stay.
+        speeds: Speed of each rank. None: all are equally fast.
 
     Example:
         >>> kept_ranks(("a", "a", "b", "b", "b", "c", "c"), 5)
         (0, 1, 2, 3, 4)
     """
     assert 1 <= count <= len(nodes)
+    speeds = list(speeds or (1.0,) * len(nodes))
+    if "" in nodes:
+        speeds[nodes.index("")] = max(speeds)
     sizes = Counter(nodes)
     last = {node: rank for rank, node in enumerate(nodes)}
     order = sorted(sizes, key=lambda node: (not node, sizes[node], -last[node]))
     place = {node: position for position, node in enumerate(order)}
-    leaving = sorted(range(len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
+    leaving = sorted(range(len(nodes)), key=lambda rank: (speeds[rank], place[nodes[rank]], -rank))
     return tuple(sorted({*range(len(nodes))} - {*leaving[: len(nodes) - count]}))

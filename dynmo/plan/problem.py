@@ -241,6 +241,7 @@ class Readings:
         scheduled_speeds: Speeds that it was made from.
         is_measured: Whether `scheduled` was measured.
         reference: Seconds that a step took at first. None means the best predicted seconds now.
+        rank_speeds: Speed of each rank of the mesh. None: no rank is slow to stay.
     """
 
     halves: tuple[Layers, ...] = ()
@@ -253,3 +254,4 @@ class Readings:
     scheduled_speeds: Speeds | None = None
     is_measured: bool = False
     reference: float | None = None
+    rank_speeds: Speeds | None = None

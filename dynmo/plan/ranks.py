@@ -13,6 +13,12 @@ hysteresis:
     more ranks     only if the ranks now, with their best placement, take over   limit x (1 + h)
                    and the larger number is faster by more than h
 
+A rank that is slow to stay leaves first. Ranks without it are also fast enough if their step is no
+longer than the one of all ranks, slow ones included:
+
+    ranks        4, one at half speed      3 without it
+    a step       0.40 s                    0.40 s
+
 If no number of ranks is fast enough, a run grows to the fastest one. It never shrinks to a step
 that takes longer than the limit.
 """
@@ -29,9 +35,10 @@ from dynmo.errors import InputError, NoRoomError
 from dynmo.plan.alternatives import RankOptions
 from dynmo.plan.balancers import merge
 from dynmo.plan.best import NoMeshFitsError
-from dynmo.plan.evaluate import Plan
+from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.partition import kept_ranks
 from dynmo.plan.pays import Change, Verdict, at, confirm, gain_of, intervals, pays
+from dynmo.plan.placement import place
 from dynmo.plan.problem import Layers, Problem, Readings, Rules
 from dynmo.plan.question import Decision, Remeshed, plan_at
 
@@ -42,7 +49,15 @@ class RankQuestion(Remeshed):
 
     def __init__(self, problem: Problem, now: Plan, rules: Rules, readings: Readings) -> None:
         super().__init__(problem, now, rules, readings)
+        self.speeds = readings.rank_speeds
+        if self.speeds is not None and rules.elastic.algorithm == "fewest":
+            replicas = self.now.mesh.replicas
+            slowest = tuple(
+                min(self.speeds[i : i + replicas]) for i in range(0, self.size, replicas)
+            )
+            self.now = evaluate(replace(self.problem, speeds=slowest), self.now.choice)
         self.known: dict[Layers, RankOptions] = {}
+        self.balanced: dict[Layers, float] = {}  # seconds of the present mesh with a slow rank
         self.least_ranks = self.most_ranks = self.size
         self.limit = math.inf
         self.best_now = 0.0
@@ -81,7 +96,7 @@ class RankQuestion(Remeshed):
         if stay:
             return self.now, Verdict(False, 0.0, stay)
         try:
-            plan = self.options_at(self.problem.layers).plan(target)
+            plan = self.options_at(self.problem.layers, target).plan(target)
         except NoMeshFitsError as error:
             raise _no_room(error) from None
         reason = f"the target is {_ranks(target)}; {self.compared(plan)}"
@@ -114,14 +129,18 @@ class RankQuestion(Remeshed):
 
     def candidates(self) -> Iterator[Plan]:
         """The fewest ranks that are fast enough, and on. Then more ranks, if these are too slow."""
-        options = self.options_at(self.problem.layers)
+        layers = self.problem.layers
         least_gain = 1 + self.rules.balance.hysteresis
         for ranks in range(self.least_ranks, self.size):
-            plan = options.find(ranks, self.limit / least_gain)
+            limit = self.limit / least_gain
+            if self.leaves_slow(ranks):
+                limit = max(limit, self.best_now)
+            plan = self.options_at(layers, ranks).find(ranks, limit)
             if plan is not None:
                 yield plan
         if self.best_now > self.limit * least_gain:
             larger = range(self.size + 1, self.most_ranks + 1)
+            options = self.options_at(layers, self.size + 1)
             plan = options.fewest(larger, self.limit) or options.fastest(larger)
             if plan is not None and plan.seconds * least_gain < self.best_now:
                 yield plan
@@ -130,34 +149,57 @@ class RankQuestion(Remeshed):
 
     def weigh(self, plan: Plan) -> Verdict:
         """Compares what a change saves with its pauses: GPU-seconds if ranks become free."""
-        ranks, limit = plan.mesh.gpus, self.limit
+        ranks = plan.mesh.gpus
         shrinks, weight = ranks < self.size, self.size if ranks < self.size else 1
 
         def seconds(layers: Layers) -> tuple[float, float] | None:
-            options = self.options_at(layers)
+            options = self.options_at(layers, ranks)
             if shrinks:
-                then = options.find(ranks, limit)
+                then = options.find(ranks, self.limit_of(ranks, layers))
                 return then and (self.size * then.seconds, ranks * then.seconds)
             here = self.best_here(layers)
-            then = options.find(ranks, here) if here > limit else None
+            then = options.find(ranks, here) if here > self.limit else None
             return then and (here, then.seconds)
 
         price, price_back = (weight * (self.readings.pause + x) for x in self.arrivals(plan))
         balance, unit = self.rules.balance, "GPU-seconds" if shrinks else "s"
         change = Change(price, price_back, balance.margin, 0.0, unit, self.compared(plan))
         verdict = pays(change, intervals(self.problem), seconds)
-        beaten = limit if shrinks else self.best_now
+        beaten = self.limit_of(ranks, self.problem.layers) if shrinks else self.best_now
         lead = 1.0 if math.isinf(beaten) else gain_of(beaten, plan.seconds)
         gain, reason = gain_of(self.now.seconds, plan.seconds), verdict.reason
         return replace(verdict, gain=gain, reason=reason.removeprefix("move: "), lead=lead)
 
-    def options_at(self, layers: Layers) -> RankOptions:
-        """The meshes at other costs. Expected costs get a quick search only."""
+    def options_at(self, layers: Layers, ranks: int) -> RankOptions:
+        """The meshes of so many ranks at some costs. Expected costs get a quick search only.
+
+        All layers count as on the slowest of these ranks.
+        """
+        speed, quick = self.slowest(ranks), layers != self.problem.layers
+        if speed != 1:
+            layers = tuple(
+                replace(layer, f=layer.f / speed, b=layer.b / speed, w=layer.w / speed)
+                for layer in layers
+            )
         if layers not in self.known:
-            problem = at(self.problem, layers)
-            quick = problem is not self.problem
-            self.known[layers] = RankOptions(problem, self.allowed, quick)
+            self.known[layers] = RankOptions(at(self.problem, layers), self.allowed, quick)
         return self.known[layers]
+
+    def kept(self, ranks: int) -> tuple[int, ...]:
+        """Those of the present ranks that stay in a run of so many."""
+        machines = self.problem.machines or ("",) * self.size
+        return kept_ranks(machines, min(self.size, ranks), self.speeds)
+
+    def slowest(self, ranks: int) -> float:
+        return 1.0 if self.speeds is None else min(self.speeds[i] for i in self.kept(ranks))
+
+    def leaves_slow(self, ranks: int) -> bool:
+        return self.slowest(ranks) > self.slowest(self.size)
+
+    def limit_of(self, ranks: int, layers: Layers) -> float:
+        """Seconds that a step of fewer ranks may take."""
+        slow = self.best_here(layers) if self.leaves_slow(ranks) else 0.0
+        return max(self.limit, slow)
 
     def best_here(self, layers: Layers) -> float:
         """Seconds of a step on the ranks now, with the best or the current placement.
@@ -165,7 +207,7 @@ class RankQuestion(Remeshed):
         The whole search runs only if the quick one is too slow, because growing depends on that. It
         also runs if there is no limit, because the reference is this figure then.
         """
-        options, stay = self.options_at(layers), plan_at(self.now, layers).seconds
+        options, stay = self.options_at(layers, self.size), self.here(layers)
         try:
             best = min(stay, options.plan(self.size, quick=True).seconds)
             enough = self.limit * (1 + self.rules.balance.hysteresis)
@@ -175,10 +217,20 @@ class RankQuestion(Remeshed):
         except InputError:
             return stay
 
+    def here(self, layers: Layers) -> float:
+        """Seconds of a step with the present mesh, and with fewer layers on a slow rank."""
+        now = plan_at(self.now, layers)
+        if self.speeds is None or self.rules.balance.balancer == "none":
+            return now.seconds
+        if layers not in self.balanced:
+            plan = place(now.problem, now.mesh, now.partition)
+            self.balanced[layers] = now.seconds if plan.beyond else plan.seconds
+        return self.balanced[layers]
+
     def arrivals(self, plan: Plan) -> tuple[float, float]:
         """Seconds of the bytes in the change, and in the one back."""
         ranks, now = plan.mesh.gpus, self.size
-        kept = kept_ranks(self.problem.machines or ("",) * now, min(now, ranks))
+        kept = self.kept(ranks)
         places = {rank: place for place, rank in enumerate(kept)}
         returned = [places.get(rank) for rank in range(now)]
         origins = [*kept, *[None] * (ranks - len(kept))]
@@ -197,6 +249,9 @@ class RankQuestion(Remeshed):
         if ranks > self.size:
             takes += f" instead of {self.best_now:.4g} s"
         which = f"{ranks} {'of' if ranks < self.size else 'instead of'} {self.size}"
+        if self.leaves_slow(ranks):
+            took = f"{self.best_now:.4g} s with slow ranks"
+            return f"{which} ranks take {takes}, {took}; {self.allows()}"
         return f"{which} ranks take {takes}, {self.allows()}"
 
     def allows(self) -> str:

@@ -18,6 +18,7 @@ from dynmo.change_events import (
     RepackEvent,
     ReshapeEvent,
     ResizeEvent,
+    SlowRankEvent,
     SpeedsEvent,
     TokensEvent,
 )
@@ -59,9 +60,9 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         case ChangeEvent():
             text = f"{event.case}: {event.what}"
         case SpeedsEvent():
-            odd = [f"rank {rank} at {x:.2f}" for rank, x in enumerate(event.speeds) if x != 1]
-            text = f"speeds differ: {', '.join(odd)} of the middle rank's speed"
-            text = text if odd else "all ranks are equally fast again"
+            text = _speeds(event)
+        case SlowRankEvent():
+            text = _slow(event)
         case RebalanceEvent():
             text = (
                 f"moved {plus(event.source)} to {plus(event.target)}{_under(event)} ({mebibytes} "
@@ -112,6 +113,21 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         case _:
             return None
     return f"step {step}: {text}"
+
+
+def _speeds(event: SpeedsEvent) -> str:
+    odd = [f"rank {rank} at {x:.2f}" for rank, x in enumerate(event.speeds) if x != 1]
+    if not odd:
+        return "all ranks are equally fast again"
+    return f"speeds differ: {', '.join(odd)} of the middle rank's speed"
+
+
+def _slow(event: SlowRankEvent) -> str:
+    who = f"rank {event.rank} on {event.machine}"
+    if event.factor == 1:
+        return f"{who} is no longer slow"
+    other = "the middle rank" if event.twin is None else f"its twin, rank {event.twin}"
+    return f"slow: {who} takes {event.factor:.2f} times as long as {other} for equal work"
 
 
 def _under(event: RebalanceEvent) -> str:

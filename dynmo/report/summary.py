@@ -21,6 +21,7 @@ from dynmo.change_events import (
     RepackEvent,
     ReshapeEvent,
     ResizeEvent,
+    SlowRankEvent,
     SpeedsEvent,
     TokensEvent,
 )
@@ -40,6 +41,7 @@ from dynmo.events import (
 Changes = (
     ChangeEvent
     | SpeedsEvent
+    | SlowRankEvent
     | ReshapeEvent
     | SkippedEvent
     | NotFiniteEvent
@@ -55,6 +57,7 @@ _ACTS = (
     | RebalanceEvent
     | ChangeEvent
     | SpeedsEvent
+    | SlowRankEvent
     | ReshapeEvent
     | ResizeEvent
     | EndEvent

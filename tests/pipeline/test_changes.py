@@ -39,7 +39,7 @@ def test_layers_are_placed_once_before_a_step_whose_case_fails() -> None:
 def test_planner_is_told_of_the_ranks_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 ranks the run has 2, and a third waits."""
     everyone = MagicMock(size=2)
-    everyone.sum.return_value = torch.tensor([1])
+    everyone.sum.return_value = torch.tensor([1, 4, 0])
     engine = SimpleNamespace(store=SimpleNamespace(world=SimpleNamespace(everyone=everyone)))
     rebalancer = MagicMock(measured=True)
     rules = Rules("ranks", Balance(), Elastic())
@@ -52,6 +52,19 @@ def test_planner_is_told_of_the_ranks_that_are_there(monkeypatch: pytest.MonkeyP
     assert own._ask_planner(5) is None
     given = rebalancer.decide.call_args.args[1]
     assert (given.available_ranks, given.most_ranks) == (3, 4)
+
+
+def test_newcomer_may_take_the_place_of_a_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = MagicMock(size=3, rank=0)
+    everyone.sum.side_effect = lambda table, _: table
+    engine = SimpleNamespace(store=SimpleNamespace(world=SimpleNamespace(everyone=everyone)))
+    monkeypatch.setattr(Elasticity, "_open_entrance", lambda *_: None)
+    options = OPTIONS.model_copy(update={"pipeline": 4, "elastic": Elastic(repack=True)})
+    own = Elasticity(options, cast(Any, engine), MagicMock(), MagicMock())
+    assert not own._is_welcome(1)
+    own._given_up = 1
+    assert own._is_welcome(1)
+    assert own._known_to_first() == (0, 3, False), "the run asks for no rank in its place"
 
 
 def test_gain_of_a_change_of_ranks_is_measured_if_one_was_predicted() -> None:

@@ -120,3 +120,12 @@ def test_small_nodes_are_emptied_first() -> None:
     for count in (0, 3):
         with pytest.raises(AssertionError):
             kept_ranks("ab", count)
+
+
+def test_slow_ranks_leave_first() -> None:
+    assert kept_ranks("aabb", 3, (1, 0.5, 1, 1)) == (0, 2, 3)
+    assert kept_ranks("aabb", 2, (1, 0.5, 1, 0.25)) == (0, 2)
+    assert kept_ranks("aabb", 1, (1, 0.5, 1, 1)) == (0,), "of the rest the last node is emptied"
+    one = ("", "", "")
+    assert kept_ranks(one, 2, (1, 0.5, 1)) == (0, 2)
+    assert kept_ranks(one, 2, (0.5, 1, 1)) == (0, 1), "the store may end with its rank"

@@ -305,3 +305,50 @@ def test_a_rule_by_memory_decides_in_place_of_the_speed() -> None:
     assert decision.verdict.reason == "first-fit: 2 of 4 ranks by memory"
     tight = replace(asked, problem=replace(asked.problem, memory_limit=90))
     assert not tight.again().verdict.pays
+
+
+# -- a slow rank -----------------------------------------------------------------------------------
+
+
+def with_slow(speed: float, **given: Any) -> DecisionRecord:
+    """One of 4 ranks is slow. A step may take as long as on 4 equal ranks."""
+    speeds = (1.0, 1.0, speed, 1.0)
+    given = {"partition": Partition((7, 6, 4, 7)), "rank_speeds": speeds} | given
+    weights = (1.0,) * 24
+    return ask(weights, 4, seconds_on(4, weights), most=4, **given)
+
+
+def test_slow_rank_is_given_back_if_the_others_are_as_fast_without_it() -> None:
+    asked = with_slow(0.25)
+    decision = asked.again()
+    assert (goes_to(asked), decision.ranks) == (3, 3)
+    assert decision.plan.seconds == pytest.approx(seconds_on(3, (1.0,) * 24))
+    assert "with slow ranks" in decision.verdict.reason
+    assert decision.reference == asked.readings.reference
+    assert decision.verdict.gain > 0, "the slow rank held up the others"
+
+
+def test_slow_rank_that_helps_stays() -> None:
+    """At half speed it is worth half a rank."""
+    assert goes_to(with_slow(0.5)) == 4
+
+
+def test_slow_rank_stays_if_no_change_of_ranks_is_allowed() -> None:
+    assert goes_to(with_slow(0.25, repack=False)) == 4
+    assert goes_to(with_slow(0.25, min_ranks=4)) == 4
+    assert goes_to(with_slow(0.25, pause=1e6)) == 4
+
+
+def test_slow_rank_that_was_given_back_is_not_asked_for() -> None:
+    asked = ask((1.0,) * 24, 3, seconds_on(4, (1.0,) * 24), most=3)
+    assert (goes_to(asked), asked.again().ranks) == (3, 3)
+    assert goes_to(replace(asked, rules=replace(asked.rules, available_ranks=4))) == 4
+
+
+def test_fewer_replicas_without_a_slow_one() -> None:
+    speeds = (1.0, 1.0, 0.2, 1.0)
+    asked = ask((1.0,) * 8, 2, 0.0, most=4)
+    mesh = replace(asked.now.mesh, replicas=2, microbatches=4)
+    readings = replace(asked.readings, rank_speeds=speeds, reference=1.0)
+    asked = replace(asked, now=replace(asked.now, mesh=mesh), readings=readings)
+    assert goes_to(asked) < 4

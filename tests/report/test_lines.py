@@ -16,6 +16,7 @@ from dynmo.change_events import (
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
+    SlowRankEvent,
     SpeedsEvent,
     TokensEvent,
 )
@@ -180,6 +181,15 @@ def test_a_slow_rank_is_named() -> None:
     assert line == "step 5: speeds differ: rank 2 at 0.50 of the middle rank's speed"
     even = event_line(SpeedsEvent(9, (1.0, 1.0, 1.0)))
     assert even == "step 9: all ranks are equally fast again"
+    line = event_line(SlowRankEvent(5, 3, 2.0, "b", 2))
+    assert line == (
+        "step 5: slow: rank 3 on b takes 2.00 times as long as its twin, rank 2 for equal work"
+    )
+    line = event_line(SlowRankEvent(5, 3, 1.25, "b"))
+    assert line == (
+        "step 5: slow: rank 3 on b takes 1.25 times as long as the middle rank for equal work"
+    )
+    assert event_line(SlowRankEvent(9, 3, 1.0, "b")) == "step 9: rank 3 on b is no longer slow"
 
 
 def test_gpu_seconds_of_a_run_are_told() -> None:

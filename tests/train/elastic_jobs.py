@@ -16,6 +16,7 @@ from dynmo.runtime.state import migration
 from dynmo.train.run import come_back
 from dynmo.train.trainer import Trainer
 from tests.jobs import model_of, parsed, train_elastic
+from tests.runtime.fake_time import emulated_time
 
 
 def with_newcomer(world: Meeting, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
@@ -60,6 +61,12 @@ def small_machine_first(world: Meeting, config: dict[str, Any]) -> dict[str, Any
     """As `train_elastic`, with rank 0 alone on a machine that is the first to be given back."""
     node = "other" if world.rank else "first"
     with mock.patch.dict(os.environ, {"SLURMD_NODENAME": node}):
+        return train_elastic(world, config)
+
+
+def at_speeds(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train_elastic`, in emulated time. Each rank has its speed in `model.speeds`."""
+    with mock.patch.dict(os.environ, {"RANK": str(world.rank)}), emulated_time():
         return train_elastic(world, config)
 
 

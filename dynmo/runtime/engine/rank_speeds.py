@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_high
 from typing import NamedTuple, final
@@ -25,6 +25,7 @@ from typing import NamedTuple, final
 import torch
 
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.readings import WINDOW
 from dynmo.plan.problem import Speeds
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.state.layer_store import LayerStore
@@ -32,6 +33,8 @@ from dynmo.runtime.state.layer_store import LayerStore
 _KINDS = 3  # of ops: F, B and W
 NOISE = 0.15
 """Speeds nearer than this share are equal. Ranks of one machine differ by less."""
+_LASTS = 2 * WINDOW
+"""A rank is slow to stay if it is still slow so many steps after a measurement has found it."""
 _ROUNDS = 20  # the most turns between the kinds' costs and the ranks' speeds
 
 
@@ -43,6 +46,8 @@ class RankSpeeds:
 
     Attributes:
         current: None while all are 1.
+        lasting: Speed of each rank of the mesh that several windows of readings in a row found
+            slow.
     """
 
     def __init__(self, store: LayerStore, profiler: Profiler) -> None:
@@ -50,6 +55,8 @@ class RankSpeeds:
         self._each: Speeds | None = None  # of each rank of each replica
         self._changed: set[int] = set()  # layers that differ from their kind since
         self.current: Speeds | None = None
+        self._slow_since: dict[int, int] = {}  # slow ranks, and the step that found each
+        self.lasting: Mapping[int, float] = {}
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
         """Notes layers whose work differs from now on from what their sizes say."""
@@ -58,16 +65,18 @@ class RankSpeeds:
     def reset(self) -> None:
         """Forgets the speeds, because the mesh is another one."""
         self._each = self.current = None
+        self._slow_since, self.lasting = {}, {}
 
-    def measure(self, costs: Sequence[LayerCost], disturbed: float) -> bool:
+    def measure(self, costs: Sequence[LayerCost], disturbed: float, step: int) -> bool:
         """Updates the speeds from the latest readings. All ranks call it together.
 
         Args:
             costs: Cost of each layer. Only its sizes count.
             disturbed: Share of the ops' time that other processes take.
+            step: The next step.
 
         Returns:
-            Whether more readings may show other speeds.
+            Whether more readings may show other speeds, or a slow rank that stays slow.
         """
         layout = self._store.layout
         count = layout.ranks * layout.replicas
@@ -79,7 +88,32 @@ class RankSpeeds:
         rows = range(0, count, layout.replicas)
         slowest = tuple(min(estimate.speeds[i : i + layout.replicas]) for i in rows)
         self.current = None if all(speed == 1 for speed in slowest) else slowest
-        return estimate.uncertain
+        slow = {rank: speed for rank, speed in enumerate(estimate.speeds) if speed < 1}
+        self._slow_since = {rank: self._slow_since.get(rank, step) for rank in slow}
+        self.lasting = {
+            rank: speed for rank, speed in slow.items() if step >= self._slow_since[rank] + _LASTS
+        }
+        return estimate.uncertain or self.lasting != slow
+
+    def of_ranks(self) -> Speeds | None:
+        """Returns the speed of each rank of the mesh. Ranks that are not slow to stay have 1."""
+        count = self._store.layout.ranks * self._store.layout.replicas
+        return tuple(self.lasting.get(rank, 1.0) for rank in range(count)) if self.lasting else None
+
+    def compared(self, rank: int) -> tuple[float, int | None]:
+        """Returns how many times as long a rank takes for equal work, and as which twin.
+
+        The twin has the same stages in another replica. None: no twin is faster, and the rank is
+        compared with the middle rank.
+        """
+        if self._each is None:
+            return 1.0, None
+        replicas, speed = self._store.layout.replicas, self._each[rank]
+        first = rank - rank % replicas
+        twin = max(range(first, first + replicas), key=self._each.__getitem__)
+        if self._each[twin] > speed:
+            return round(self._each[twin] / speed, 2), twin
+        return round(1 / speed, 2), None
 
     def normalized(self, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
         """Returns measured costs as a rank of speed 1 would have them."""

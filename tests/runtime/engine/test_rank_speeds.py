@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynmo
-from dynmo.change_events import RebalanceEvent, SpeedsEvent
+from dynmo.change_events import RebalanceEvent, SlowRankEvent, SpeedsEvent
+from dynmo.elastic.manager import own_node
 from dynmo.events import Event
 from dynmo.models.emulated import Pace, make_layers
 from dynmo.runtime.engine.rank_speeds import NOISE, Sample, SpeedEstimate, estimate_speeds
@@ -51,6 +52,11 @@ def train(
             pipeline.step(data, data)
     return {
         "speeds": [event.speeds for event in events if isinstance(event, SpeedsEvent)],
+        "slow": [
+            [event.rank, event.factor, event.machine, event.twin]
+            for event in events
+            if isinstance(event, SlowRankEvent)
+        ],
         "moves": [event.target for event in events if isinstance(event, RebalanceEvent)],
         "seconds": [[cost.f, cost.b, cost.w] for cost in pipeline.measured.costs()],
         "digest": pipeline.digest(),
@@ -77,14 +83,22 @@ def test_a_rank_becomes_slow_and_recovers(pool: Pool) -> None:
     told = pool.run(JOB, 2, speeds=[1, 0.5], steps=20, later=(8, [1, 1]))[0]
     assert told["speeds"] == [[1, 0.5], [1, 1]]
     assert told["moves"] == [[8, 4], [6, 6]]
+    assert told["slow"] == [], "not for several windows"
+
+
+def test_a_rank_that_stays_slow_is_named(pool: Pool) -> None:
+    told = pool.run(JOB, 2, speeds=[1, 0.5], steps=40, later=(25, [1, 1]))[0]
+    assert told["slow"] == [[1, 2, own_node(), None], [1, 1, own_node(), None]]
+    assert told["moves"] == [[8, 4], [6, 6]]
 
 
 def test_a_slow_replica_makes_its_pipeline_rank_slow(pool: Pool) -> None:
     """Layers of unlike seconds are compared with themselves on the other replica."""
     seconds = [0.5 * (1 + layer % 4) for layer in range(12)]
     speeds = [1, 1, 1, 0.5]  # ranks 0 and 1 of the pipeline, each on two replicas
-    told = pool.run(JOB, 4, speeds=speeds, steps=9, replicas=2, seconds=seconds)[0]
+    told = pool.run(JOB, 4, speeds=speeds, steps=20, replicas=2, seconds=seconds)[0]
     assert told["speeds"] == [[1, 0.5]]
+    assert told["slow"] == [[3, 2, own_node(), 2]]
     assert told["moves"][-1][0] > told["moves"][-1][1]
 
 
