@@ -224,6 +224,8 @@ def _prepare(
         (folder / _OF_TORCHRUN).unlink(missing_ok=True)  # of an earlier job
     if resume or again:
         _remove_leftovers(folder)
+    if again and not resume:
+        (folder / "decisions.jsonl").unlink(missing_ok=True)  # the log tells later events apart
     if not again and _aside(folder).exists() and not _size(folder / EVENTS):
         # An attempt to replace the run failed before its first event.
         shutil.rmtree(folder, ignore_errors=True)

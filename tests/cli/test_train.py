@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,64 @@ def test_failed_run_says_how_to_go_on(
     nothing = "interrupted before the first step, so there is nothing to save"
     assert new == (130, "", f"dynmo: {nothing}\n")
     assert run(tmp_path, "run.toml", "--resume") == (130, "", f"dynmo: {nothing}; {on}\n")
+
+
+def test_restart_goes_on_from_the_newest_checkpoint(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first restart finds no checkpoint. It replaces an older run all the same."""
+    fill(tmp_path)
+    folder = tmp_path / "runs/main"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("")
+    (folder / "old").write_text("")
+    commands: list[list[str]] = []
+
+    def fails(command: list[str], *_: object) -> int:
+        commands.append(command)
+        if len(commands) == 3:
+            return 0
+        for name in ("decisions.jsonl", "rendezvous.json"):
+            assert not (folder / name).exists()
+            (folder / name).write_text("")
+        with (folder / "events.jsonl").open("a") as log:
+            for step in range(3 * len(commands)):
+                log.write(json.dumps({"event": "step", "step": step, "loss": 1.0}) + "\n")
+            log.write('{"event": "step", "step": 99')  # torn
+        if len(commands) == 2:
+            (folder / "checkpoints/step-000005").mkdir(parents=True)
+        raise RunError("rank 1 died")
+
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", fails)
+    told = "dynmo: after {} steps: rank 1 died; restart {} of 2 {}\n"
+    on = "goes on from runs/main/checkpoints/step-000005"
+    said = told.format(3, 1, "begins anew") + told.format(6, 2, on)
+    assert run(tmp_path, "run.toml", "--overwrite", "--restarts", "2") == (0, "", said)
+    assert ["--resume" in command for command in commands] == [False, False, True]
+    assert load(folder / "config.toml").launch.restarts == 2
+    assert not (folder / "old").exists()
+    refused = run(tmp_path, "run.toml", "--restarts", "-1")
+    assert_refused(refused, "--restarts -1: must be greater than or equal to 0")
+
+
+def test_signal_before_there_are_ranks_is_told(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+
+    def asked(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("dynmo.cli.train.check_input", asked)
+    status, out, err = run(tmp_path, "run.toml")
+    assert (status, out) == (130, "")
+    assert err.splitlines() == [
+        "dynmo: SIGUSR1: no step is under way, so there is nothing to save",
+        "dynmo: interrupted before the first step, so there is nothing to save",
+    ]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not (tmp_path / "runs").exists()
 
 
 def test_resume_removes_what_a_killed_run_has_left(
