@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynmo.activity import ACTIVITY
 from dynmo.data import IGNORED
 from dynmo.data.corpus import Corpus
 from dynmo.data.grouping import RowCost, grouped, packed
@@ -202,6 +203,7 @@ class SampleBatches:
     def _samples(self, numbers: Numbers) -> list[Sample]:
         samples: list[Sample] = []
         for number in numbers.tolist():
+            ACTIVITY.ticks += 1
             try:
                 samples.append(self.encoded(number))
             except BrokenSampleError as error:

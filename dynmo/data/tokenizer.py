@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dynmo.activity import ACTIVITY
 from dynmo.data.corpus import SEPARATOR, Corpus
 from dynmo.errors import ConfigError, one_line
 
@@ -164,11 +165,12 @@ def _begun(text: str, longest: int | None, encode: Callable[[str], list[_Token]]
     return ids
 
 
-def tokens_of(corpus: Corpus, tokenizer: Any) -> NDArray[np.int32]:
-    """Returns the token ids of a text."""
+def tokens_of(corpus: Corpus, tokenizer: Any, source: str = "a text") -> NDArray[np.int32]:
+    """Returns the token ids of a text. Ranks that wait are told its source."""
     end: int | None = tokenizer.eos_token_id
     pieces = list[NDArray[np.int32]]()
-    for text in _pieces(corpus):
+    for number, text in enumerate(_pieces(corpus)):
+        ACTIVITY.progress(f"tokenises {source}", min(number * _PIECE, len(corpus)), len(corpus))
         documents = text.split(SEPARATOR.decode())
         rows = _encoded(documents, tokenizer)
         ended = [[*row, end] if end is not None else row for row in rows[:-1]]

@@ -195,7 +195,9 @@ def newcomer_from(text: str) -> tuple[RankPlace, Identity]:
         raise RunError("what it says of itself cannot be read") from None
 
 
-def outside_world(file: Path, *, device: torch.device, timeout: float, staged: bool) -> Meeting:
+def outside_world(
+    file: Path, *, device: torch.device, timeout: float, work_timeout: float, staged: bool
+) -> Meeting:
     """Makes the world of a process that will join a running training.
 
     Args:
@@ -216,7 +218,9 @@ def outside_world(file: Path, *, device: torch.device, timeout: float, staged: b
     home = home_of(store)
     if find_missing(home, ["here/0"]):
         raise RunGone(f"{file}: no run meets where it says")
-    return Meeting.outside(home, device=device, timeout=timeout, staged=staged)
+    return Meeting.outside(
+        home, device=device, timeout=timeout, work_timeout=work_timeout, staged=staged
+    )
 
 
 def join(

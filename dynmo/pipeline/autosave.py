@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
+from dynmo.activity import ACTIVITY
 from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
 from dynmo.pipeline.options import Checkpoints
 from dynmo.pipeline.stop_flag import StopFlag, stop_flag
@@ -131,7 +132,8 @@ class AutoSave:
         self.complete()
         begin = self._save()
         assert begin is not None
-        save = begin(folder, keep, extra, best, behind=behind)
+        with ACTIVITY.doing("saves a checkpoint"):
+            save = begin(folder, keep, extra, best, behind=behind)
         self._under_way, self._is_written = save, False
         self._is_asked = self._stops = False
         self.step, self._begun = save.step, time.monotonic()
@@ -144,7 +146,8 @@ class AutoSave:
             return
         step = save.step - 1
         try:
-            saved = save.complete()
+            with ACTIVITY.doing("completes a checkpoint"):
+                saved = save.complete()
         except NotWritten as error:
             if raises:
                 raise

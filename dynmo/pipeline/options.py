@@ -66,10 +66,11 @@ class WorldOptions(Options):
     threads: Threads = 1
     """Threads of one rank on CPU."""
     timeout: Timeout = 120.0
-    """Seconds after which a wait fails."""
-    setup_timeout: Timeout = 1800.0
-    """The same until the first step is done: for loading, tokenising and compiling. At least
-    `timeout`."""
+    """Seconds after which a rank that gives no sign of life is taken for dead, and ranks that only
+    wait for one another end. A rank that works is waited for."""
+    work_timeout: Timeout = 1800.0
+    """Seconds for work that shows no progress: reading data, an evaluation, a checkpoint, a move.
+    Limit of all waits until the first step is done. At least `timeout`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the ranks. `auto` takes CUDA if there is a GPU."""
     backend: Backend = "auto"

@@ -75,7 +75,7 @@ def init(
     device: str | torch.device = _DEFAULT.device,
     backend: Backend = _DEFAULT.backend,
     timeout: float = _DEFAULT.timeout,
-    setup_timeout: float = _DEFAULT.setup_timeout,
+    work_timeout: float = _DEFAULT.work_timeout,
     threads: int = _DEFAULT.threads,
     rendezvous: str | Path | None = None,
     join: bool = False,
@@ -97,8 +97,10 @@ def init(
             one, and the CPU otherwise.
         backend: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends through
             host memory, which is slower but lets ranks share a GPU.
-        timeout: Seconds that a rank waits for another, at the start and in every message.
-        setup_timeout: The same until the first step is done, for loading and compiling.
+        timeout: Seconds after which a rank that gives no sign of life is dead, and ranks that only
+            wait for one another end.
+        work_timeout: Seconds of work without progress after which the other ranks give a rank up.
+            Limit of all waits until the first step is done.
         threads: Threads of one rank on CPU. `World.close` restores torch's number. Another number
             of threads gives other last bits, so it is the same on all ranks.
         rendezvous: File through which processes that start later find this training. Rank 0 writes
@@ -120,7 +122,7 @@ def init(
         (0, 1)
     """
     options = WorldOptions(
-        threads=threads, timeout=timeout, setup_timeout=setup_timeout, backend=backend
+        threads=threads, timeout=timeout, work_timeout=work_timeout, backend=backend
     )
     ranks = _ranks_of(group)
     found = from_environment() or ALONE
@@ -142,7 +144,11 @@ def init(
         if rendezvous is None:
             raise ConfigError("join=True needs the file that rank 0 wrote: rendezvous=FILE")
         world = outside_world(
-            Path(rendezvous), device=device, timeout=timeout, staged=options.staged
+            Path(rendezvous),
+            device=device,
+            timeout=timeout,
+            work_timeout=work_timeout,
+            staged=options.staged,
         )
         world.take_threads(threads)
         return _closed_at_exit(world)
@@ -152,7 +158,7 @@ def init(
             device=device,
             timeout=timeout,
             staged=options.staged,
-            setup_timeout=setup_timeout,
+            work_timeout=work_timeout,
         )
     else:
         world = Meeting.join(
@@ -162,7 +168,7 @@ def init(
             device=device,
             timeout=timeout,
             staged=options.staged,
-            setup_timeout=setup_timeout,
+            work_timeout=work_timeout,
         )
     _take_threads(world, threads)
     if rendezvous is not None and world.rank == 0:

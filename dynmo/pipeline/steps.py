@@ -13,6 +13,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from dynmo.activity import ACTIVITY
 from dynmo.events import FaultEvent, NotFiniteEvent, StepResult
 from dynmo.models.flops import product_weights
 from dynmo.pipeline.autosave import AutoSave
@@ -106,7 +107,8 @@ class Steps:
             results += self.drain()
         if changes.elastic is not None and changes.elastic.acts(step):
             self._saves.complete()  # a rank that leaves has a part in it
-        changes.make(step)
+        with ACTIVITY.doing(f"makes the changes before step {step}"):
+            changes.make(step)
         self._begin = time.perf_counter()
         return results
 
@@ -127,7 +129,11 @@ class Steps:
         self._saves.watch(self.done)
         engine, changes, world = self._engine, self._changes, self._engine.store.world
         with (
-            said_while(world.everyone.rank, "is in its first step", not self._is_set_up),
+            said_while(
+                world.everyone.rank,
+                f"trains step {self.done}" if self._is_set_up else "is in its first step",
+                not self._is_set_up,
+            ),
             changes.cases.dropping_samples(),
         ):
             engine.pending.raise_failure()
@@ -258,6 +264,7 @@ class Steps:
         collected = dict[int, object]() if outputs else None
         sums = None if metrics is None else MetricSums(metrics)
         with ExitStack() as off:
+            off.enter_context(ACTIVITY.doing(f"evaluates after step {self.done}"))
             for context in cases.dense() if dense else ():
                 off.enter_context(context)
             off.enter_context(cases.dropping_samples())

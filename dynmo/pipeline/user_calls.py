@@ -38,7 +38,7 @@ MOVED = {
 }
 """Members that `Pipeline` had in version 0.1, and where they are now."""
 
-_OF_INIT = re.compile(r"\bparallel\.((?:setup_)?timeout|threads|device|backend)\b")
+_OF_INIT = re.compile(r"\bparallel\.((?:work_)?timeout|threads|device|backend)\b")
 _OF_PIPELINE = re.compile(
     rf"\b(?:train|parallel|pipeline(?=\.(?:{'|'.join(StepScheduleOptions.model_fields)})\b))\.([a-z]\w*)"
 )

@@ -92,7 +92,7 @@ def _tokens(source: str, options: ModelOptions) -> Corpus:
     if tokenizer is None:
         _check_bytes(options)
         return corpus
-    return tokens_of(corpus, tokenizer)
+    return tokens_of(corpus, tokenizer, source)
 
 
 class Batch(NamedTuple):

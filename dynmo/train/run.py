@@ -102,6 +102,7 @@ def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
         rendezvous_file,
         device=device,
         timeout=config.parallel.timeout,
+        work_timeout=config.parallel.work_timeout,
         staged=config.parallel.staged,
     )
     try:

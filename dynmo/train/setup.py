@@ -63,7 +63,7 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[Meeting, Mo
 
 
 # Keys that may differ between ranks. The loader compares the data itself.
-_OWN = {"data.source", "parallel.threads", "parallel.timeout", "parallel.setup_timeout"}
+_OWN = {"data.source", "parallel.threads", "parallel.timeout", "parallel.work_timeout"}
 
 
 def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> Meeting:
@@ -75,7 +75,7 @@ def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> 
         device=device,
         timeout=parallel.timeout,
         staged=parallel.staged,
-        setup_timeout=parallel.setup_timeout,
+        work_timeout=parallel.work_timeout,
     )
     try:
         _check_same(world, config)

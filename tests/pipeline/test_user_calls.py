@@ -119,7 +119,7 @@ def test_modes_keep_the_bits(pool: Pool, tmp_path: Path, mode: str) -> None:
         ("parallel.slices = true: one process", "Parallel.slices = True: one process"),
         ("use pipeline.schedule, or call pipeline.load", "use schedule, or call pipeline.load"),
         ("pipeline.optimizer has the groups", "pipeline.optimizer has the groups"),
-        ("raise parallel.setup_timeout", "raise dynmo.init(setup_timeout=)"),
+        ("raise parallel.work_timeout", "raise dynmo.init(work_timeout=)"),
         (
             "elastic.min_ranks = 3, no [elastic] reshape",
             "Elastic.min_ranks = 3, no elastic reshape",

@@ -22,7 +22,7 @@ from torch import Tensor
 POLL = 5e-5  # seconds between two looks at the device
 
 
-class Wait(NamedTuple):
+class DeviceWait(NamedTuple):
     """A wait of one stream for `peers`. None means all others of the world."""
 
     reached: torch.cuda.Event
@@ -35,7 +35,7 @@ class DeviceWaits:
     """The waits of one stream, in its order."""
 
     def __init__(self) -> None:
-        self._open: deque[Wait] = deque()
+        self._open: deque[DeviceWait] = deque()
         self._since: float | None = None  # when the host saw the stream stand at the first of them
 
     @contextmanager
@@ -44,13 +44,13 @@ class DeviceWaits:
     ) -> Iterator[None]:
         """Marks a wait: work enqueued inside holds up the current stream."""
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
-        wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
+        wait = DeviceWait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
         wait.reached.record(stream)
         yield
         wait.passed.record(stream)
         self._open.append(wait)
 
-    def standing(self) -> tuple[float, Wait] | None:
+    def standing(self) -> tuple[float, DeviceWait] | None:
         """Returns the wait at which the stream stands, and for how many seconds already."""
         while self._open and self._open[0].passed.query():
             self._open.popleft()
@@ -67,17 +67,18 @@ class DeviceWaits:
         return bool(self._open)
 
 
-class WaitLimit:
-    """A limit for a host that asks a device. Its seconds count while the stream is dry."""
+class DryTime:
+    """For a host that asks a device: how long the stream has been dry."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self._stream, self._seconds = torch.cuda.current_stream(device), seconds
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
         self._dry: float | None = None
 
-    def over(self) -> bool:
+    @property
+    def seconds(self) -> float:
         if self._dry is None and self._stream.query():
             self._dry = time.perf_counter()
-        return self._dry is not None and time.perf_counter() - self._dry >= self._seconds
+        return 0.0 if self._dry is None else time.perf_counter() - self._dry
 
     def renew(self) -> None:
         self._dry = None

@@ -203,6 +203,7 @@ TAG_TIED = 1 << 23
 TAG_PREFIX = 1 << 24
 TAG_VERDICT = 1 << 25
 TAG_SUMS = 1 << 26
+TAG_END = 1 << 27
 
 
 def tag_of(channel: Channel) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 
 import torch
 import torch.distributed as dist
@@ -129,22 +128,28 @@ class Inbox:
     def _next_posted(self) -> Posted:
         if not self._awaits_header:
             self._post(1)
-        end = time.perf_counter() + self._world.timeout
-        while True:
-            try:
-                posted = self._posted.get(timeout=0.05)
-                break
-            except queue.Empty:
-                if self._poster.error is not None:
-                    raise self._poster.error from None
-                if time.perf_counter() >= end:
-                    raise self._world.late([self._world.rank], "its own receives") from None
+        try:
+            posted = self._posted.get_nowait()
+        except queue.Empty:
+            posted = self._await_posted()
         if self._awaits_header:
             return posted
         self._open -= 1
         # Post before the wait, so that the work is done while the message is on its way.
         self._post(self._window())
         return posted
+
+    def _await_posted(self) -> Posted:
+        what = f"room to post receives of the {self.channel.direction}"
+        with self._world.waiting([self.channel.source], what) as wait:
+            while True:
+                try:
+                    return self._posted.get(timeout=0.05)
+                except queue.Empty:
+                    if self._poster.error is not None:
+                        raise self._poster.error from None
+                    if wait.is_over:
+                        raise self._world.late([self.channel.source], what, wait) from None
 
     def _land(self, microbatch: int) -> tuple[Tensor, ...]:
         buffers, works = self._next_posted()

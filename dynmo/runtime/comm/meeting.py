@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ from dynmo.errors import (
     notes,
     place,
 )
-from dynmo.kernels.torch_private import abort_communicators, default_store, set_group_timeout
+from dynmo.kernels.torch_private import abort_communicators, default_store
 from dynmo.runtime.comm.device_waits import DeviceWaits
+from dynmo.runtime.comm.heartbeat import Heartbeat
 from dynmo.runtime.comm.process_groups import (
     TRIES,
     drop_group,
@@ -60,6 +60,7 @@ class Meeting(RankGroup):
             announce themselves. None: within a program's own process groups, which do not change.
         is_outside: Whether this process is no rank of the training that it belongs to.
         is_of_loop: Whether `dynmo.init` made it, for a loop of one's own.
+        work_timeout: Limit of work without progress, if that is longer than `timeout`.
 
     Example:
         >>> import dynmo
@@ -71,6 +72,7 @@ class Meeting(RankGroup):
     home: SignedStore | None = None
     is_outside: bool = False
     is_of_loop: bool = False
+    work_timeout: float = 0.0
     # The views, and their groups by whether a view has its own, and its global ranks. A shape that
     # comes back needs no new groups.
     views: list[RankGroup] = field(default_factory=list[RankGroup])
@@ -93,7 +95,7 @@ class Meeting(RankGroup):
         timeout: float = 120.0,
         generation: int = 0,
         staged: bool = False,
-        setup_timeout: float = 0.0,
+        work_timeout: float = 0.0,
     ) -> Meeting:
         """Meets the other ranks of this generation.
 
@@ -103,7 +105,8 @@ class Meeting(RankGroup):
             timeout: Limit of every wait, in seconds.
             generation: Number of times that the ranks have met before.
             staged: Whether all messages pass through host memory. Ranks may then share a GPU.
-            setup_timeout: Limit of waits until `end_setup`, if that is longer.
+            work_timeout: Limit of work without progress, and of waits until `end_setup`, if that is
+                longer.
 
         Raises:
             WaitTimeout: A rank did not come in time. The message names it.
@@ -112,19 +115,27 @@ class Meeting(RankGroup):
         device = device or torch.device("cpu")
         prefixed = store.within(f"gen/{generation}")
         world = cls(rank, size, device, timeout, generation, prefixed, staged=staged, home=prefixed)
-        world._begin_setup(setup_timeout)
+        world._begin_setup(work_timeout)
         world._meet(timeout)
         return world
 
     @classmethod
     def outside(
-        cls, home: SignedStore, *, device: torch.device, timeout: float, staged: bool = False
+        cls,
+        home: SignedStore,
+        *,
+        device: torch.device,
+        timeout: float,
+        work_timeout: float = 0.0,
+        staged: bool = False,
     ) -> Meeting:
         """Makes a world of this process alone, which will go on in another one (`renew`).
 
         `home` is that world's.
         """
-        return cls(0, 1, device, timeout, 0, home, staged=staged, home=home, is_outside=True)
+        world = cls(0, 1, device, timeout, 0, home, staged=staged, home=home, is_outside=True)
+        world.work_timeout = work_timeout
+        return world
 
     def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
         """Goes on as another number of ranks, in the same processes. All of them call it.
@@ -170,9 +181,12 @@ class Meeting(RankGroup):
                 timeout=self.timeout,
                 join_timeout=join_timeout,
             )
+        if self.size > 1:
+            self.heartbeat = Heartbeat(self, self.store, self.usual_timeout, self.work_timeout)
         self._lift_limit(self.group)
 
     def _begin_setup(self, timeout: float) -> None:
+        self.work_timeout = timeout
         if timeout > self.timeout:
             self.after_setup, self.timeout = self.timeout, timeout
 
@@ -182,8 +196,6 @@ class Meeting(RankGroup):
             return
         for world in (self, *self.views):
             world.timeout = self.after_setup
-        for group in {self.group, *self.process_groups.values()} - {None}:
-            set_group_timeout(group, torch.device("cpu"), timedelta(seconds=self.timeout))
         self.after_setup = None
 
     @property
@@ -204,14 +216,15 @@ class Meeting(RankGroup):
         device: torch.device,
         timeout: float,
         staged: bool = False,
-        setup_timeout: float = 0.0,
+        work_timeout: float = 0.0,
     ) -> Meeting:
         """Makes a world within a program's own process groups. Only its ranks call it.
 
         Args:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
             staged: Whether all messages pass through host memory.
-            setup_timeout: Limit of waits until `end_setup`, if that is longer.
+            work_timeout: Limit of work without progress, and of waits until `end_setup`, if that is
+                longer.
 
         Raises:
             WaitTimeout: A rank did not call in time.
@@ -225,7 +238,7 @@ class Meeting(RankGroup):
         store = SignedStore(plain, token_of(plain, rank, is_local, timeout))
         world = cls(rank, len(ranks), device, timeout, 0, store, staged=staged)
         world.torch_ranks = tuple(ranks)
-        world._begin_setup(setup_timeout)
+        world._begin_setup(work_timeout)
         world._meet(timeout)
         return world
 
@@ -273,10 +286,8 @@ class Meeting(RankGroup):
         trouble = ""
         for number in range(TRIES if keys else 0):
             store = self.store.within(f"groups/{number}")
-            try:
+            with self.waiting(None, what):
                 made, trouble = try_groups(store, keys, self.rank, self.timeout, self._new_group)
-            except RuntimeError as error:
-                self.fail(error, None, what)
             # All ranks have proven to each other who they are, so they can agree here.
             if not self.largest(torch.tensor([bool(trouble)]), what):
                 return made
@@ -302,6 +313,9 @@ class Meeting(RankGroup):
             self._threads_before = None
 
     def _end_groups(self, failed: bool) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+            self.heartbeat = None
         # The channels' threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()

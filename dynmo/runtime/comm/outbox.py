@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError
-from dynmo.runtime.comm.device_waits import POLL, WaitLimit
+from dynmo.runtime.comm.device_waits import POLL, DryTime
 from dynmo.runtime.comm.headers import (
     TAG_HEADERS,
     Announcement,
@@ -23,6 +24,7 @@ from dynmo.runtime.comm.headers import (
     spec_of,
     tag_of,
 )
+from dynmo.runtime.comm.heartbeat import Wait
 from dynmo.runtime.comm.inbox import posted_ahead, posted_at_start
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
@@ -156,30 +158,42 @@ class Outbox:
 
     def _acquire(self, microbatch: int) -> None:
         """Waits for a place. The worker's own wait is shorter and has a better message."""
-        taken = self.worker.error is None and (
-            self._room.acquire(timeout=self._world.timeout + 5)
-            if self._threaded
-            else self._acquire_enqueued()
-        )
-        if not taken or self.worker.error is not None:
-            what = f"room to send the {self.channel.direction} of microbatch {microbatch}"
-            raise self.worker.error or self._world.late([self.channel.target], what)
+        if self._room.acquire(blocking=False) and self.worker.error is None:
+            return
+        what = f"room to send the {self.channel.direction} of microbatch {microbatch}"
+        if not self._threaded:
+            self._acquire_enqueued(what)
+            return
+        with self._world.waiting([self.channel.target], what) as wait:
+            while self.worker.error is None and not self._room.acquire(timeout=0.5):
+                if wait.is_over:
+                    raise self.worker.error or self._world.late([self.channel.target], what, wait)
+        if self.worker.error is not None:
+            raise self.worker.error
 
-    def _acquire_enqueued(self) -> bool:
+    def _acquire_enqueued(self, what: str) -> None:
         """CUDA: waits for a place. Only this thread can find out that a send is done.
 
         The host may be a step ahead of the device. Time counts only while the device is idle.
         """
-        timeout = WaitLimit(self._world.device, self._world.timeout)
-        while not self._room.acquire(blocking=False):
-            if self._release_done():
-                timeout.renew()
-            elif timeout.over():
-                return False
-            else:
+        peers, dry = [self.channel.target], DryTime(self._world.device)
+        with ExitStack() as waiting:
+            wait: Wait | None = None
+            while not self._room.acquire(blocking=False):
+                if self._release_done():
+                    dry.renew()
+                    waiting.close()
+                    wait = None
+                    continue
+                if wait is None and dry.seconds > 0:
+                    wait = waiting.enter_context(self._world.waiting(peers, what))
+                has_limit = self._world.everyone.heartbeat is None
+                late = dry.seconds >= self._world.timeout if has_limit else wait and wait.is_over
+                if late:
+                    raise self._world.late(peers, what, wait)
                 self._world.look()
                 time.sleep(POLL)
-        return True
+        self._world.look_away()
 
     def flush(self) -> None:
         """Waits until the peer has taken every message."""

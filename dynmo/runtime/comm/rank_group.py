@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -22,19 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import InputError, PeerFailed, RankDied, RunError, WaitTimeout
+from dynmo.errors import DynmoError, InputError, PeerFailed, RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import set_group_timeout
-from dynmo.runtime.comm.device_waits import POLL, DeviceWaits, StagedReceive
+from dynmo.runtime.comm.device_waits import POLL, DeviceWait, DeviceWaits, StagedReceive
 from dynmo.runtime.comm.headers import TAG_SUMS
+from dynmo.runtime.comm.heartbeat import Heartbeat, Verdict, Wait
 from dynmo.runtime.comm.process_groups import new_group
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.store import find_missing, find_present
+from dynmo.runtime.comm.store import find_present
 from dynmo.runtime.comm.tree import FEW, MOST, Tree
-from dynmo.runtime.comm.waits import LATE, call_with_limit, first_line, ranks_text, reason
+from dynmo.runtime.comm.waits import LATE, first_line, ranks_text, reason
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device. It then
-# ends the process. So its limit is lifted, and `RankGroup.look` and `RankGroup.settle` keep the
-# real one.
+# ends the process. gloo ends all connections, even if the others only take longer. So the limits of
+# both are lifted. `Heartbeat` keeps the real one, and on CUDA `RankGroup.look` asks it.
 _NEVER = timedelta(days=30)
 
 
@@ -85,10 +87,15 @@ class RankGroup:
     lost: str | None = field(default=None, repr=False, compare=False)
     # Limit of waits after the set-up. None: the set-up is over.
     after_setup: float | None = field(default=None, repr=False, compare=False)
+    # For the world of all ranks: what ends their waits. None: each wait has its own limit.
+    heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
     # The error of a rank that gave up, as it told it.
     peer_error: str | None = field(default=None, repr=False, compare=False)
     # CUDA: waits of the stream for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
+    # CUDA: the one at which the stream stands, while the host looks.
+    _at: DeviceWait | None = field(default=None, repr=False, compare=False)
+    _standing: Wait | None = field(default=None, repr=False, compare=False)
 
     @property
     def enqueues(self) -> bool:
@@ -155,13 +162,11 @@ class RankGroup:
                 tag, *ends = key[0], *(subgroup[rank] for rank in key[1:])
                 if (tag, *ends) in groups:
                     continue
-                try:
+                with self.everyone.waiting(None, "the channels to open"):
                     group = self.everyone._new_group(sorted(set(ends)), "nccl")
-                except RuntimeError as error:
-                    self.everyone.fail(error, None, "the channels to open")
                 groups[tag, *ends] = group
                 if self.everyone.rank in ends:
-                    self._lift_limit(group)
+                    set_group_timeout(group, self.device, _NEVER)
                     opened.append(key)
         # A communicator is made at its first message. Its sender's thread stands until its
         # receiver's is there, too. So all are made now, in one order. Otherwise two ranks that both
@@ -240,31 +245,78 @@ class RankGroup:
             WaitTimeout: The message did not come in time.
             RankDied: The other rank is gone.
         """
-        try:
-            if self.enqueues:
+        if self.enqueues:
+            try:
                 with self.waits.around(self.device, [peer], what):
                     work.wait()
-            else:
-                work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            self.fail(error, [peer], what)
+            except RuntimeError as error:
+                self.fail(error, [peer], what)
+        else:
+            with self.waiting([peer], what, self.group):
+                work.wait(self._limit)
+
+    @contextmanager
+    def waiting(self, peers: Sequence[int] | None, what: str, group: Any = None) -> Generator[Wait]:
+        """Marks a wait of this thread for others. None means some of all others.
+
+        Args:
+            group: The process group that carries it. None: the caller asks `Wait.is_over`.
+
+        Raises:
+            WaitTimeout: The others do not come.
+            RankDied: Another rank is gone.
+        """
+        with Wait(self.everyone.heartbeat, self, peers, what, group) as wait:
+            try:
+                yield wait
+            except DynmoError:
+                raise
+            except RuntimeError as error:
+                self.fail(error, peers, what, wait)
+
+    @property
+    def _limit(self) -> timedelta:
+        """What a wait of gloo gets as its limit."""
+        return timedelta(seconds=self.timeout) if self.everyone.heartbeat is None else _NEVER
 
     def look(self) -> None:
-        """Raises WaitTimeout if the CUDA stream has stood at a wait for over `timeout`."""
-        standing = self.waits.standing()
-        if standing is not None and standing[0] >= self.timeout:
-            raise self.late(standing[1].peers, standing[1].what)
+        """Raises WaitTimeout if the CUDA stream has stood at a wait for too long."""
+        standing, heartbeat = self.waits.standing(), self.everyone.heartbeat
+        if heartbeat is None:
+            if standing is not None and standing[0] >= self.timeout:
+                raise self.late(standing[1].peers, standing[1].what)
+            return
+        if self._standing is not None and (standing is None or standing[1] is not self._at):
+            self.look_away()
+        if standing is not None and self._standing is None:
+            self._at = standing[1]
+            self._standing = Wait(heartbeat, self, self._at.peers, self._at.what)
+            heartbeat.begin(self._standing)
+        if self._standing is not None and self._standing.is_over:
+            late, _ = self.late(None, self._standing.what, self._standing), self.look_away()
+            raise late
+
+    def look_away(self) -> None:
+        """Ends what `look` has begun: the host does not follow the stream any more."""
+        if self._standing is not None and self.everyone.heartbeat is not None:
+            self.everyone.heartbeat.end(self._standing)
+        self._standing = self._at = None
 
     def settle(self) -> None:
-        """Waits until the CUDA stream has passed all its waits, within `timeout`."""
+        """Waits until the CUDA stream has passed all its waits, if the others come."""
         while self.waits.any:
             self.look()
             time.sleep(POLL)
+        self.look_away()
 
     def _lift_limit(self, group: Any) -> None:
-        """Lifts the limit of NCCL alone. gloo's waits keep theirs."""
-        if self.enqueues and group is not None:
+        """Lifts the limits of NCCL, and those of gloo's waits that the heartbeat keeps."""
+        if group is None:
+            return
+        if self.enqueues:
             set_group_timeout(group, self.device, _NEVER)
+        if self.everyone.heartbeat is not None:
+            set_group_timeout(group, torch.device("cpu"), _NEVER)
 
     # -- collectives: fixed-schema tensors, never objects ------------------------------------------
 
@@ -293,13 +345,12 @@ class RankGroup:
         if self.size > 1 and tensor.numel():
             self._check_groups()
             host = tensor.cpu() if self.staged else tensor
-            try:
-                if host.is_cpu and self.size > FEW and host.nbytes <= MOST:
+            if host.is_cpu and self.size > FEW and host.nbytes <= MOST:
+                with self.waiting(None, what, self.group):
                     small(self._tree, host)
-                else:
+            else:
+                with self.waiting(None, what, self.process_group or self.group):
                     dist.all_reduce(host, operation, group=self.process_group)
-            except RuntimeError as error:
-                self.fail(error, None, what)
             if host is not tensor:
                 tensor.copy_(host)
         return tensor
@@ -310,7 +361,7 @@ class RankGroup:
         ranks = self.subgroups[self.subgroup] if self.subgroups else range(self.size)
         # One thread may sum over a view while another one sums over everyone.
         tag = TAG_SUMS + bool(self.subgroups)
-        return Tree(self.group, ranks, self.rank, tag, timedelta(seconds=self.timeout))
+        return Tree(self.group, ranks, self.rank, tag, self._limit)
 
     def exchange(
         self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], what: str
@@ -327,7 +378,7 @@ class RankGroup:
         sent = torch.cat([tensor for part in parts for tensor in part])
         sent = sent.cpu() if self.staged else sent
         out = sent.new_empty(sum(sizes))
-        try:
+        with self.waiting(None, what, self.process_group or self.group):
             dist.all_to_all_single(
                 out,
                 sent,
@@ -335,8 +386,6 @@ class RankGroup:
                 [sum(tensor.numel() for tensor in part) for part in parts],
                 group=self.process_group,
             )
-        except RuntimeError as error:
-            self.fail(error, None, what)
         return list(out.to(parts[0][0].device).split(list(sizes)))
 
     def barrier(self, what: str) -> None:
@@ -345,11 +394,17 @@ class RankGroup:
 
     # -- failures ----------------------------------------------------------------------------------
 
-    def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
+    def fail(
+        self,
+        error: RuntimeError,
+        peers: Sequence[int] | None,
+        what: str,
+        wait: Wait | None = None,
+    ) -> NoReturn:
         """Turns a backend's exception into one line that names who waits for whom."""
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
-            raise self.late(peers, what) from error
+            raise self.late(peers, what, wait) from error
         others = range(self.size) if peers is None else peers
         keys = [f"interrupted/{self.global_rank(rank)}" for rank in others]
         interrupted = [others[at] for at in find_present(self.store, keys)]
@@ -379,27 +434,21 @@ class RankGroup:
             kinds = {"input": InputError, "final": RankDied}
             raise kinds.get(given_up["kind"], PeerFailed)(given_up["text"]) from error
 
-    def late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
+    def late(self, peers: Sequence[int] | None, what: str, wait: Wait | None = None) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""
-        late = self._not_waiting() if peers is None else list(peers)
-        if not late and self is not self.everyone:  # some rank of another view keeps all waiting
-            return self.everyone.late(None, what)
-        me, others = self.describe_rank(self.rank), self.name_ranks(late)
-        waited = f"{me} waited {self.timeout:g} s for {others}: {what}"
-        key = "timeout" if self.everyone.after_setup is None else "setup_timeout"
+        everyone = self.everyone
+        wait = wait or Wait(None, self, peers, what)
+        if everyone.heartbeat is None:
+            ranks = [] if peers is None else wait.ranks
+            verdict = Verdict(wait, ranks, self.timeout, None, "")
+        else:
+            verdict = everyone.heartbeat.late(wait)
+        limit = verdict.wait.world.timeout
+        seconds = limit if verdict.seconds < 2 * limit else round(verdict.seconds)
+        me, others = everyone.describe_rank(everyone.rank), everyone.name_ranks(verdict.ranks)
+        waited = f"{me} waited {seconds:g} s for {others}: {verdict.wait.what}"
+        key = verdict.key or ("timeout" if everyone.after_setup is None else "work_timeout")
+        said = f"; {verdict.said}" if verdict.said else ""
         return WaitTimeout(
-            f"{waited}; where it only takes longer, raise parallel.{key}",
-            [self.global_rank(rank) for rank in late],
+            f"{waited}{said}; where it only takes longer, raise parallel.{key}", verdict.ranks
         )
-
-    def _not_waiting(self) -> list[int]:
-        """Returns the other ranks that have not given up in this collective, by the store."""
-        key = f"waiting/{self.global_rank(self.rank)}"
-        try:
-            call_with_limit(1.0, lambda: self.store.set(key, "1"))
-        except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
-            return []
-        time.sleep(min(1.0, self.timeout / 2))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        lacking = find_missing(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
-        return [others[at] for at in lacking]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from dynmo.activity import ACTIVITY
 from dynmo.errors import DynmoError, RunError
 from dynmo.runtime.comm.waits import clear_frames
 
@@ -56,20 +57,23 @@ class Worker:
 
 @contextmanager
 def said_while(rank: int, what: str, is_setup: bool = True) -> Generator[None]:
-    """Says every 10 s what this rank does, as part of its set-up."""
+    """Tells waiting ranks what this rank does. As part of its set-up, says it every 10 s, too."""
     if not is_setup:
-        yield
+        with ACTIVITY.doing(what):
+            yield
         return
     over, start = threading.Event(), time.monotonic()
 
     def say() -> None:
         while not over.wait(EVERY):
-            _logger.warning(f"rank {rank} {what}: {time.monotonic() - start:.0f} s so far")
+            detail, seconds = ACTIVITY.text.removeprefix(what), time.monotonic() - start
+            _logger.warning(f"rank {rank} {what}{detail}: {seconds:.0f} s so far")
 
     thread = threading.Thread(target=say, name="dynmo set-up", daemon=True)
     thread.start()
     try:
-        yield
+        with ACTIVITY.doing(what):
+            yield
     finally:
         over.set()
         thread.join()

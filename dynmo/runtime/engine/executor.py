@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dynmo.activity import ACTIVITY
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.batch_check import COMPARED, Hashes, Inputs, StepBatch, is_ragged
@@ -173,6 +174,7 @@ class _ProgramRun:
         was at its start.
         """
         for instruction in self._program.instructions:
+            ACTIVITY.ticks += 1
             if isinstance(instruction, Compute):
                 kind, s, j = instruction.op
                 with self._streams.of(s):

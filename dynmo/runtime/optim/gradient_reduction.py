@@ -29,7 +29,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import gradient_dtype, zero_gradient
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.comm.worker import Worker
@@ -143,20 +142,12 @@ class Reducer:
         else:
             done = threading.Event()
             self._worker.submit(done.set)
-            # The worker's own wait has a shorter limit and a better message, so it fails first. A
-            # failed worker runs nothing more, so its error is checked.
-            limit = self.peers.timeout + 5
-            while (
-                not done.wait(0.05)
-                and self._worker.error is None
-                and time.perf_counter() - start < limit
-            ):
-                pass
-            if not done.is_set():
-                me = self.peers.describe_rank(self.peers.rank)
-                raise self._worker.error or WaitTimeout(
-                    f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", []
-                )
+            # A failed worker runs nothing more, so its error is checked.
+            with self.peers.waiting(None, what) as wait:
+                while not done.wait(0.05) and self._worker.error is None and not wait.is_over:
+                    pass
+                if not done.is_set():
+                    raise self._worker.error or self.peers.late(None, what, wait)
         self.waited += time.perf_counter() - start
         settle, self._settle = self._settle, []
         for rest in settle:

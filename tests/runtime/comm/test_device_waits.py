@@ -129,6 +129,7 @@ def inbox_of(world: FakeCudaWorld, depth: int) -> Inbox:
 
 def announce(monkeypatch: pytest.MonkeyPatch, *trains: bool, ragged: bool = False) -> None:
     announced = Announcement(SPEC, trains, ragged)
+    monkeypatch.setattr(receiving, "rest_of", lambda lead, what: None)
     monkeypatch.setattr(receiving, "decode", lambda header, device, what: announced)
 
 

@@ -231,10 +231,9 @@ def test_missing_reduction_of_a_peer_is_named(pool: Pool) -> None:
     """The limit of the collective, which names the rank, comes first."""
     kind, text = pool.run(JOBS + "reduction_fails", 4)[0]
     waited = "rank 0 (replica 0) waited 0.5 s for rank 1 (replica 1): the gradients of layer 3"
-    assert (kind, text) == (
-        "WaitTimeout",
-        f"{waited}; where it only takes longer, raise parallel.timeout",
-    )
+    assert kind == "WaitTimeout"
+    assert text.startswith(f"{waited}; ")
+    assert text.endswith("where it only takes longer, raise parallel.timeout")
 
 
 @pytest.mark.parametrize(
