@@ -200,9 +200,9 @@ class Steps:
         is_finite = record.not_finite is None
         if is_finite:
             changes.loss = record.loss
+            self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
         if changes.tracer is not None:
             changes.tracer.observe(step, record.step_output.intervals)
-        self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
         result = result_of(
             record,
             started,

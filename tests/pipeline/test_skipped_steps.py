@@ -20,6 +20,8 @@ from tests.pool import Pool
 
 HERE = "tests.pipeline.test_skipped_steps:"
 MICROBATCHES, STEPS = 4, 7
+# A layer that fails now. The layers run in the process of the test's ranks.
+failing: int | None = None
 OPTIMIZERS: dict[str, Any] = {
     "adamw": dynmo.AdamW(lr=0.01),
     "sgd": dynmo.SGD(lr=0.01, momentum=0.9),
@@ -32,9 +34,9 @@ class Block(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, has_state: bool) -> None:
+    def __init__(self, index: int, has_state: bool) -> None:
         super().__init__()
-        self.linear, self.has_state = nn.Linear(8, 8), has_state
+        self.index, self.linear, self.has_state = index, nn.Linear(8, 8), has_state
         self.register_buffer("mean", torch.zeros(8))
         if has_state:
             self.own = torch.Generator().manual_seed(7)
@@ -43,6 +45,8 @@ class Block(nn.Module):
         if self.has_state and self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().float().mean(0))
             x = x + 0.1 * torch.rand(x.shape, generator=self.own).to(x) - self.mean.to(x)
+        if failing == self.index:
+            raise ValueError("the user's own")
         return x + nn.functional.dropout(self.linear(x), 0.2, self.training)
 
 
@@ -65,7 +69,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def made(world: dynmo.World, optimizer: str = "adamw", **options: Any) -> dynmo.Pipeline:
     torch.manual_seed(0)
     has_state = options.get("replicas", 1) == 1
-    layers = [Root(), *(Block(has_state) for _ in range(4)), nn.Linear(8, 8)]
+    layers = [Root(), *(Block(index, has_state) for index in range(4)), nn.Linear(8, 8)]
     options["microbatches"] = MICROBATCHES // options.get("replicas", 1)
     given = {"optimizer": OPTIMIZERS[optimizer], "balance": "none", **options}
     return dynmo.Pipeline(dynmo.Sequential(layers, loss), world, **grouped(given))
@@ -189,6 +193,36 @@ def test_any_steps_may_be_skipped(pool: Pool, seed: int) -> None:
     mesh = [*MESHES.values()][seed % len(MESHES)]
     told = pool.run(HERE + "skips", mesh[0], bad=bad, post_validation=seed % 2 > 0, **mesh[1])
     assert all(each["skipped"] == [*map(int, bad)] for each in told)
+
+
+def fails_behind(world: dynmo.World, layer: int) -> dict[str, Any]:
+    """A step is not finite, and a layer of some rank fails in the next, before that is known."""
+    global failing
+    pipeline, failed = made(world, post_validation=True), 0
+    results = list[StepResult]()
+    while pipeline.steps < 4:
+        step = pipeline.steps
+        failing = layer if step == 2 and not failed else None
+        try:
+            results += pipeline.advance(*batch(step, "loss" if step == 1 else None))
+        except (ValueError, RunError):  # all ranks raise it in one call
+            failed += 1
+    failing = None
+    results += pipeline.drain()
+    without = made(world)
+    for step in (0, 2, 3):
+        without.step(*batch(step))
+    return {
+        "failed": failed,
+        "skipped": [each.skipped for each in results],
+        "same": traces(pipeline)[0] == traces(without)[0],
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_an_error_in_the_next_step_changes_nothing_of_it(pool: Pool, layer: int) -> None:
+    for told in pool.run(HERE + "fails_behind", 3, layer=layer):
+        assert told == {"failed": 1, "skipped": [False, True, False, False], "same": True}
 
 
 # -- too many in a row -----------------------------------------------------------------------------
