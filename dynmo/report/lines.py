@@ -116,7 +116,7 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
 
 
 def _speeds(event: SpeedsEvent) -> str:
-    odd = [f"rank {rank} at {x:.2f}" for rank, x in enumerate(event.speeds) if x != 1]
+    odd = [f"pipeline rank {rank} at {x:.2f}" for rank, x in enumerate(event.speeds) if x != 1]
     if not odd:
         return "all ranks are equally fast again"
     return f"speeds differ: {', '.join(odd)} of the middle rank's speed"

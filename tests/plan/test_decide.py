@@ -340,6 +340,15 @@ def test_records_of_an_earlier_version_are_named_so(tmp_path: Path, line: str) -
     assert "\n" not in str(told.value)
 
 
+def test_torn_record_is_cut_before_the_next_is_added(tmp_path: Path) -> None:
+    path, text = tmp_path / "decisions.jsonl", record().to_text()
+    path.write_text(text + "\n" + text[:100])
+    log = RunLog(parse({}), tmp_path, None)
+    log.record_decisions([record()])
+    log.close()
+    assert list(read_records(path)) == [record()] * 2
+
+
 def test_decisions_in_a_row_that_change_nothing_are_written_once(tmp_path: Path) -> None:
     """So a run of 2,000 steps writes less than a megabyte."""
     stay = record()

@@ -178,7 +178,7 @@ def test_resize_events_have_a_line() -> None:
 
 def test_a_slow_rank_is_named() -> None:
     line = event_line(SpeedsEvent(5, (1.0, 1.0, 0.5)))
-    assert line == "step 5: speeds differ: rank 2 at 0.50 of the middle rank's speed"
+    assert line == "step 5: speeds differ: pipeline rank 2 at 0.50 of the middle rank's speed"
     even = event_line(SpeedsEvent(9, (1.0, 1.0, 1.0)))
     assert even == "step 9: all ranks are equally fast again"
     line = event_line(SlowRankEvent(5, 3, 2.0, "b", 2))
