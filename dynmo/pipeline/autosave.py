@@ -17,9 +17,9 @@ from weakref import WeakMethod
 from dynmo.activity import ACTIVITY
 from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
 from dynmo.pipeline.options import Checkpoints
-from dynmo.pipeline.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.comm.agreement import NotWritten
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.state.checkpoint import Save
 
 # Bits of a step's flag: this rank wants to save, and its part of a checkpoint is being written.

@@ -35,11 +35,11 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
 from dynmo.pipeline.results import STOP
-from dynmo.pipeline.stop_flag import is_asked_to_stop
 from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
+from dynmo.runtime.comm.stop_flag import is_asked_to_stop
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.migration import Migration
 

@@ -14,8 +14,8 @@ from dynmo.elastic.managers import parks
 from dynmo.elastic.newcomer import outside_world
 from dynmo.errors import ConfigError, RunError
 from dynmo.files import write_whole
-from dynmo.pipeline.stop_flag import stop_flag
 from dynmo.runtime.comm.rendezvous import Rendezvous
+from dynmo.runtime.comm.stop_flag import stop_flag
 from dynmo.runtime.comm.store import rendezvous_record
 from dynmo.train.run_log import Listener
 from dynmo.train.setup import device_for, model_of, start

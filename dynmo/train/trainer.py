@@ -23,11 +23,10 @@ from dynmo.elastic.manager import own_node
 from dynmo.errors import InputError, RunError
 from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
-from dynmo.pipeline.options import SaveOptions
-from dynmo.pipeline.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
+from dynmo.runtime.comm.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.comm.waits import call_with_limit
 from dynmo.runtime.comm.worker import said_while
 from dynmo.train.data import open_data
@@ -142,7 +141,10 @@ class Trainer:
         """Returns where and how often the pipeline saves by itself."""
         if self._checkpoints is None:
             return None
-        own = {key: getattr(config.checkpoint, key) for key in SaveOptions.model_fields}
+        given = {
+            key: getattr(config.checkpoint, key) for key in type(config.checkpoint).model_fields
+        }
+        own = {key: value for key, value in given.items() if key in Checkpoints.model_fields}
         return Checkpoints(folder=self._checkpoints, extra=self._extra, **own)
 
     def _extra(self) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import dynmo
 from dynmo.errors import ConfigError, RunError
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.pipeline import autosave
-from dynmo.pipeline.stop_flag import stop_flag
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.stop_flag import stop_flag
 from dynmo.runtime.state import background, checkpoint
 from tests.pipeline import jobs
 from tests.pipeline.jobs import batch
