@@ -177,7 +177,10 @@ def _serve(connection: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the rank saves and ends then
     while True:
-        words, descriptors, _, _ = socket.recv_fds(connection, _WORDS, 1)
+        try:
+            words, descriptors, _, _ = socket.recv_fds(connection, _WORDS, 1)
+        except ConnectionError:  # the rank was killed, and has left an answer unread
+            return
         if not words:
             return
         start, end = json.loads(words)
