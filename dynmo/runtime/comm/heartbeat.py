@@ -29,11 +29,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from dynmo.activity import ACTIVITY
+from dynmo.errors import DynmoError
 from dynmo.runtime.comm.headers import TAG_END
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.waits import call_with_limit
@@ -60,6 +61,10 @@ class Ranks(Protocol):
 
     def describe_rank(self, rank: int) -> str: ...
 
+    def fail(
+        self, error: RuntimeError, peers: Sequence[int] | None, what: str, wait: Wait | None
+    ) -> NoReturn: ...
+
 
 class Wait:
     """A wait of this rank for others, while it lasts.
@@ -70,6 +75,8 @@ class Wait:
         what: What is waited for, for messages.
         group: The process group that is ended if nobody comes. None: the wait asks `is_over`.
     """
+
+    __slots__ = ("_heartbeat", "_peers", "begun", "group", "said", "thread", "what", "world")
 
     def __init__(
         self,
@@ -90,9 +97,19 @@ class Wait:
             self._heartbeat.begin(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.end(self)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is None:
+            if self._heartbeat is not None:
+                self._heartbeat.end(self)
+            return
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, DynmoError):
+                self.world.fail(error, self._peers, self.what, self)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.end(self)
 
     @property
     def is_over(self) -> bool:

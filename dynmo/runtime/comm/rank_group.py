@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import DynmoError, InputError, PeerFailed, RankDied, RunError, WaitTimeout
+from dynmo.errors import InputError, PeerFailed, RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import set_group_timeout
 from dynmo.runtime.comm.device_waits import POLL, DeviceWait, DeviceWaits, StagedReceive
 from dynmo.runtime.comm.headers import TAG_SUMS
@@ -255,8 +254,7 @@ class RankGroup:
             with self.waiting([peer], what, self.group):
                 work.wait(self._limit)
 
-    @contextmanager
-    def waiting(self, peers: Sequence[int] | None, what: str, group: Any = None) -> Generator[Wait]:
+    def waiting(self, peers: Sequence[int] | None, what: str, group: Any = None) -> Wait:
         """Marks a wait of this thread for others. None means some of all others.
 
         Args:
@@ -266,13 +264,7 @@ class RankGroup:
             WaitTimeout: The others do not come.
             RankDied: Another rank is gone.
         """
-        with Wait(self.everyone.heartbeat, self, peers, what, group) as wait:
-            try:
-                yield wait
-            except DynmoError:
-                raise
-            except RuntimeError as error:
-                self.fail(error, peers, what, wait)
+        return Wait((self._everyone or self).heartbeat, self, peers, what, group)
 
     @property
     def _limit(self) -> timedelta:
