@@ -31,6 +31,7 @@ _VARIABLES = ("LD_LIBRARY_PATH", "PATH")  # what Python itself needs
 _PIECE = 1 << 23  # bytes between two looks whether the rank lives
 _WORDS = 1 << 12  # bytes of a message, and of an answer without hashes, at most
 _DIGEST = hashlib.sha256().digest_size
+_GROUP = Path("/sys/fs/cgroup")
 
 
 # -- the rank --------------------------------------------------------------------------------------
@@ -160,10 +161,11 @@ def spare_memory() -> int:
     """Returns the bytes of host memory that this process may still take."""
     text = Path("/proc/meminfo").read_text()
     spare = int(text.partition("MemAvailable:")[2].split()[0]) << 10
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no group, or no limit
-        most, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
-        spare = min(spare, most - used)
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no group, or no limit
+        most, used = (int((_GROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
+        kinds = dict(line.split() for line in (_GROUP / "memory.stat").open())
+        # Pages of files count as used, but give way.
+        spare = min(spare, most - used + int(kinds["inactive_file"]))
     return spare
 
 

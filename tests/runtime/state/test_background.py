@@ -76,6 +76,22 @@ def test_checkpoint_has_no_name_before_it_is_complete(tmp_path: Path) -> None:
     assert under_way.complete().path.name == "step-000003"
 
 
+def test_pages_of_files_leave_room_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that has read its data has no other memory left, if they count."""
+    for name, text in {
+        "max": "1000",
+        "current": "990",
+        "stat": "anon 90\ninactive_file 900",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(background, "_GROUP", tmp_path)
+    assert background.spare_memory() == 910
+    (tmp_path / "memory.max").write_text("max")
+    assert background.spare_memory() > 1 << 20
+
+
 @pytest.mark.usefixtures("own_writer")
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     pipeline = gpt()
