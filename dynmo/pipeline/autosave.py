@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
+
+import torch
 
 from dynmo.activity import ACTIVITY
 from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
@@ -53,6 +56,8 @@ class AutoSave:
         self._under_way: Save | None = None
         self._is_written = False  # on all ranks
         self._is_asked = self._stops = False
+        self._stopped_at = -1  # step of the checkpoint that a stop has saved
+        self._extra: Mapping[str, Any] | None = None  # what that one has of the loop
         self._begun = time.monotonic()
         self._signals = ExitStack()
         self._flag: StopFlag | None = None
@@ -100,22 +105,31 @@ class AutoSave:
         """Completes what is written. Saves at once if training stops."""
         if self._is_written:
             self.complete()
-        if self._stops:
-            self.if_due(step)
+        if self._stops and self.if_due(step):
+            self._stopped_at = step
 
     def if_due(self, step: int, *, at_end: bool = False) -> bool:
         """Saves if that is due now that so many steps are done. Returns whether it was."""
         options = self._options
-        if options is None or step == self.step:
+        again = at_end and step == self._stopped_at
+        if options is None or (step == self.step and not again):
             return False
         every, waits = options.every, at_end or self._stops
         if not (waits or self._is_asked or (every != "auto" and step % every == 0)):
             return False
         extra = None if options.extra is None else options.extra()
+        if again and not self._has_gone_on(extra):
+            return False
         self.begin(Path(options.folder), options.keep, extra, behind=not waits)
         if waits:
+            self._extra = deepcopy(extra)
             self.complete(raises=True)
         return True
+
+    def _has_gone_on(self, extra: Mapping[str, Any] | None) -> bool:
+        """Returns whether the loop of rank 0 has changed its extra since a stop has saved it."""
+        changed = self._world.rank == 0 and extra != self._extra
+        return bool(self._world.largest(torch.tensor([changed * 1]), "the end of the training"))
 
     # -- how ---------------------------------------------------------------------------------------
 
@@ -135,7 +149,7 @@ class AutoSave:
         with ACTIVITY.doing("saves a checkpoint"):
             save = begin(folder, keep, extra, best, behind=behind)
         self._under_way, self._is_written = save, False
-        self._is_asked = self._stops = False
+        self._is_asked, self._stops, self._stopped_at = False, False, -1
         self.step, self._begun = save.step, time.monotonic()
         return save.path
 

@@ -96,6 +96,22 @@ def test_a_training_may_go_on_after_a_stop(world: dynmo.World, tmp_path: Path) -
     assert saved(tmp_path) == ["step-000001", "step-000003"]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_loop_that_goes_on_after_a_stop_is_saved(
+    world: dynmo.World, tmp_path: Path, goes_on: bool
+) -> None:
+    """A scheduler of the learning rate makes its step after that of the pipeline."""
+    rate, events = {"steps": 0}, list[Event]()
+    saves = dynmo.Checkpoints(folder=tmp_path, extra=lambda: rate)
+    pipeline = make(world, checkpoint=saves, log=dynmo.Log(listen=events.append))
+    assert pipeline.step(*batch(0), stop=True).stop
+    rate["steps"] += goes_on
+    pipeline.finish()
+    assert sum(isinstance(each, CheckpointEvent) for each in events) == 1 + goes_on
+    pipeline.load(tmp_path)
+    assert pipeline.extra == {"steps": int(goes_on)}
+
+
 def test_rank_that_has_left_saves_nothing(pool: Pool, tmp_path: Path) -> None:
     """Its layers are those of other ranks now. Signals end it while it waits."""
     stays, leaves = pool.run(JOBS + "leave", 2, folder=str(tmp_path))

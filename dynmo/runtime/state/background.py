@@ -163,7 +163,7 @@ def spare_memory() -> int:
     spare = int(text.partition("MemAvailable:")[2].split()[0]) << 10
     with contextlib.suppress(OSError, ValueError, KeyError):  # no group, or no limit
         most, used = (int((_GROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
-        kinds = dict(line.split() for line in (_GROUP / "memory.stat").open())
+        kinds = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
         # Pages of files count as used, but give way.
         spare = min(spare, most - used + int(kinds["inactive_file"]))
     return spare
