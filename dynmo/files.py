@@ -41,6 +41,15 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def check_regular(path: Path) -> None:
     """Raises OSError if a path is no file: a folder, or a pipe that would block."""
     mode = path.stat().st_mode

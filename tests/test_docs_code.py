@@ -25,7 +25,7 @@ from dynmo.kernels.deferral import install
 from dynmo.kernels.split import WeightTape
 from dynmo.models.model import from_factories
 from dynmo.plan import balancers
-from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.save import save as save_checkpoint
 from dynmo.schedule import catalogue
 from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
@@ -274,7 +274,7 @@ def test_checkpoint_exports_weights_and_a_model_loads_them(
     layers = [
         (i, (module, optimizer.state())) for i, (module, optimizer) in trained.store.own.items()
     ]
-    checkpoint.save(
+    save_checkpoint(
         trained.store.world,
         Path("runs/my-run/checkpoints"),
         1,

@@ -23,7 +23,7 @@ from dynmo.pipeline.options import Checkpoints
 from dynmo.runtime.comm.agreement import NotWritten
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.stop_flag import StopFlag, stop_flag
-from dynmo.runtime.state.checkpoint import Save
+from dynmo.runtime.state.save import Save
 
 # Bits of a step's flag: this rank wants to save, and its part of a checkpoint is being written.
 SAVE, WRITING = 4, 8

@@ -54,7 +54,7 @@ from dynmo.runtime.comm.waits import ranks_text
 from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
-from dynmo.runtime.state.checkpoint import Save
+from dynmo.runtime.state.save import Save
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan

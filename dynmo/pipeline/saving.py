@@ -24,9 +24,10 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.layer.census import evaluating_parts, set_modes
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.background import CAN_WRITE, spare_memory
-from dynmo.runtime.state.checkpoint import MANIFEST, Save
+from dynmo.runtime.state.checkpoint import MANIFEST
 from dynmo.runtime.state.exact_state import check_replicas
 from dynmo.runtime.state.layer_tensors import contents, fit, from_base
+from dynmo.runtime.state.save import Save
 
 _logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ PHASES = {
     "trains": "dynmo.runtime.engine.engine.Engine.train",
     "evaluates": "dynmo.runtime.engine.engine.Engine.evaluate",
     "freezes": "dynmo.pipeline.actions.Actions.freeze",
-    "copies": "dynmo.runtime.state.checkpoint.Save.take",
+    "copies": "dynmo.runtime.state.save.Save.take",
     "writes": "dynmo.runtime.state.background.MemoryFiles.send",
-    "completes": "dynmo.runtime.state.checkpoint._complete",
+    "completes": "dynmo.runtime.state.save._complete",
     "ends": "dynmo.pipeline.pipeline.Pipeline.digest",
 }
 """The function whose call begins a phase of a run. The fault of "writes" comes after it."""

@@ -30,6 +30,7 @@ from dynmo.pipeline.options import grouped
 from dynmo.pipeline.saving import restore_layer, saved_layers
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.layer_tensors import contents
+from dynmo.runtime.state.save import save as save_checkpoint
 from dynmo.train.setup import model_of
 from tests.cases.kept import Alone, Kept, cases_of
 from tests.runtime import alone
@@ -346,7 +347,7 @@ def test_restored_pruned_model_is_equal(tmp_path: Path) -> None:
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
         world, layers = pipeline.store.world, saved_layers(pipeline)
         folder = tmp_path / str(dense_below)
-        saved = checkpoint.save(world, folder, 3, pipeline.model.names, layers, {}, 1)
+        saved = save_checkpoint(world, folder, 3, pipeline.model.names, layers, {}, 1)
         for index in range(6):
             manifest = checkpoint.load_manifest(saved.path, index)
             tensors = checkpoint.load_layer(saved.path, manifest, torch.device("cpu"))

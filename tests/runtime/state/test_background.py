@@ -17,7 +17,7 @@ from dynmo.errors import RunError
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state import background, checkpoint
-from dynmo.runtime.state.checkpoint import Save
+from dynmo.runtime.state.save import Save
 from tests.full_disk import files_up_to
 from tests.pool import Pool
 from tests.runtime.alone import gpt

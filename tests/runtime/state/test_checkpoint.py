@@ -28,6 +28,7 @@ from dynmo.runtime.options import EngineOptions
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.exact_state import _sum_of_bits
 from dynmo.runtime.state.layer_tensors import fit
+from dynmo.runtime.state.save import save as save_checkpoint
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 from tests.equality import BALANCERS
@@ -49,7 +50,7 @@ def save(
 ) -> Any:
     layers = [(i, (m, o.state())) for i, (m, o) in pipeline.store.own.items()]
     names, world = pipeline.model.names, pipeline.store.world
-    return checkpoint.save(world, folder, step, names, layers, state or {}, keep)
+    return save_checkpoint(world, folder, step, names, layers, state or {}, keep)
 
 
 def load(path: Path, index: int) -> Any:
@@ -472,13 +473,13 @@ def load_and_go_on(world: Meeting, folder: str, counts: list[int]) -> dict[str, 
 def look_together(world: Meeting, folder: str) -> dict[str, Any]:
     """The checkpoint found, and the files that this rank has read to the end."""
     read: list[str] = []
-    sha256 = checkpoint._sha256
+    sha256 = checkpoint.sha256_of
 
     def watched(path: Path) -> bytes:
         read.append(str(path.relative_to(folder)))
         return sha256(path)
 
-    with mock.patch.object(checkpoint, "_sha256", watched):
+    with mock.patch.object(checkpoint, "sha256_of", watched):
         path, _, problems = checkpoint.find(Path(folder), world)
     return {"path": path.name, "problems": problems, "read": read}
 
