@@ -81,7 +81,9 @@ def test_a_newcomer_makes_no_evaluation_that_the_others_have_made(
     with dynmo.init(device="cpu") as world:
         first = trainer(world, tmp_path)
         turn(first)
-        first._evaluated = 0  # as in a process that has just started
+        assert first._log is not None
+        first._log.close()
+        first._log, first._evaluated = None, 0  # as in a process that has just started
         monkeypatch.setattr(first.pipeline, "join", lambda stopping: True)
         assert first.join(lambda: False)
         assert first._must_evaluate
