@@ -39,6 +39,7 @@ LEFT_OUT = {
     "dynmo train tune.toml": "needs a model and talks; tests/train/test_samples.py has both",
     "dynmo checkpoint export runs/my-run tuned": "needs a model; test_checkpoint.py exports one",
     "dynmo checkpoint export runs/tune tuned": "the same",
+    "dynmo checkpoint verify runs/my-run": "needs a run; test_checkpoint.py verifies one",
     "python -m tests.fuzz --cases 48": "takes minutes; tests/fuzz/test_fuzz.py has 18 cases",
 }
 LOOPS = ("python loop.py", "torchrun --standalone --nproc-per-node=2 loop.py")

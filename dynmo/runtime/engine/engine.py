@@ -40,7 +40,6 @@ from dynmo.runtime.engine.batch_check import (
     find_difference,
     hashes_to_compare,
 )
-from dynmo.runtime.engine.executor import Executor, StepOutput
 from dynmo.runtime.engine.not_finite import Cause, NotFiniteError, find_cause
 from dynmo.runtime.engine.optimizer_step import NON_FINITE, OptimizerStep
 from dynmo.runtime.engine.post_validation import PostValidation
@@ -209,13 +208,15 @@ class Engine:
                 pending.begin()
             is_validated = pending.is_validated if pending.is_out else None
             # Nobody else may hold the executor when it fails (`attempt`).
-            step_output = self._run(batch, step, is_validated)
+            draw, scale = self._draw(batch, step), end.scaler.scale
+            step_output = self.programs.train(batch, draw, scale, is_validated)
             if pending.has_skipped:
                 # It ran on buffers that the skipped step has written, and drew as if it counted.
                 step_output.undo()
                 end.drop_all_gradients()
                 pending.finish_skip()
-                step_output = self._run(batch, step)
+                draw, scale = self._draw(batch, step), end.scaler.scale
+                step_output = self.programs.train(batch, draw, scale)
             self._undo = step_output.undo
             if validates:
                 pending.end(settings, step_output)
@@ -229,16 +230,11 @@ class Engine:
             pending.raise_failure()
         return pending.take_done()
 
-    def _run(
-        self,
-        batch: StepBatch,
-        step: int,
-        is_validated: Callable[[Executor], bool] | None = None,
-    ) -> StepOutput:
-        end = self.optimizer_step
-        draw = step - end.not_finite.count
+    def _draw(self, batch: StepBatch, step: int) -> int:
+        """Returns the number of the random draws of a step: skipped steps do not count."""
+        draw = step - self.optimizer_step.not_finite.count
         self._ran[step] = batch, draw
-        return self.programs.train(batch, draw, end.scaler.scale, is_validated)
+        return draw
 
     def _end(
         self,
