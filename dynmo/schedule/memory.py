@@ -93,9 +93,9 @@ def reduction_bytes(layers: Sequence[LayerCost]) -> int:
     """Bound the bytes that the reduction of these layers' gradients takes.
 
     The reduction sums the gradients over replicas. The layers are reduced one after another. Their
-    gradients are cut into shares, joined and received.
+    gradients are joined to be sent, and received.
     """
-    return 3 * min(REDUCED_AT_ONCE, max((layer.gradient_bytes for layer in layers), default=0))
+    return 2 * min(REDUCED_AT_ONCE, max((layer.gradient_bytes for layer in layers), default=0))
 
 
 def posted(messages: int, size: int, depth: int) -> int:

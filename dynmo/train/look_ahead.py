@@ -305,11 +305,13 @@ _Encoded = tuple[list[Sample], list[str]]
 
 
 _batches: SampleBatches | None = None
+_ENDS = {signal.SIGINT, signal.SIGTERM}
 
 
 def _open(text: str, partial: Path) -> None:
     global _batches  # one for each process
     threading.Thread(target=_end_with_parent, args=(partial,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     logging.disable(logging.WARNING)  # the first process has said it
     config = parse(tomllib.loads(text))
     _batches = open_batches(config, model_of(config))
@@ -385,11 +387,16 @@ def _all_encoded(
                 while starts and len(running) < 4 * workers:
                     start = starts.popleft()
                     stop = min(start + _ROWS, count)
-                    running.append((stop, pool.submit(_encode, start, stop)))
+                    # A worker whose start is broken off would end with a traceback.
+                    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+                    try:
+                        running.append((stop, pool.submit(_encode, start, stop)))
+                    finally:
+                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 stop, future = running.popleft()
                 yield stop, future.result()
         except BaseException:  # nobody wants what the workers are still encoding
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in {*active_children()} - others:
-                worker.terminate()
+                worker.kill()  # it may not hear other signals yet
             raise

@@ -241,17 +241,18 @@ def reduce_bucket(
     sizes = [sum((w.length(me) + 1) * len(w.sources[i]) for w in held) for i in replicas]
     sums = _sums(held, peers.exchange(parts, sizes, what), me)
     flats = [flat_gradient(weight.parameter) for weight in held]
-    own = [total[:-1] for total in sums]
+    _write(held, flats, me, [total[:-1] for total in sums])
+    missing = [
+        (weight.parameter, total[-1].clone())
+        for weight, total, is_absent in zip(held, sums, absent, strict=True)
+        if is_absent
+    ]
+    del sums  # which may be a part of all that has arrived
     if everywhere:
-        pairs = list(zip(held, own, strict=True))
+        pairs = list(zip(held, _ranges(held, flats, me), strict=True))
         parts = [[empty, *(share for w, share in pairs if w.sources[i])] for i in replicas]
         _gather(peers, held, flats, parts, what)
-    else:
-        _write(held, flats, me, own)
-    missing = zip(held, sums, absent, strict=True)
-    return [
-        (weight.parameter, total[-1].clone()) for weight, total, is_absent in missing if is_absent
-    ]
+    return missing
 
 
 def _sums(weights: Sequence[ReplicatedWeight], arrived: Sequence[Tensor], me: int) -> list[Tensor]:
