@@ -202,8 +202,8 @@ def reshaped(limit: int | None = None, **known: Any) -> Decision:
 
 
 def test_fewer_stages_need_enough_memory() -> None:
-    # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.
-    short, roomy, tight = map(reshaped, (189, 190, 120))
+    # Four layers of 40 bytes, and 20 to sum the gradients of one over two replicas.
+    short, roomy, tight = map(reshaped, (179, 180, 120))
     assert not short.verdict.pays
     assert roomy.verdict.pays
     mesh = roomy.plan.mesh
