@@ -1,14 +1,17 @@
 """How long training waits for a checkpoint, and what it costs meanwhile.
 
-Real: one rank of one thread, with linear layers of 1 GB, weights and AdamW's moments together. Four
-kinds of steps take turns: plain ones; steps before which `save(wait=False)` copies the layers to
-memory; steps while a process beside the rank writes; and steps before which `save()` waits for the
-disk. `copy` is the time that torch takes to copy the same tensors in memory, which is the limit of
-what the copy can cost.
+Real: one rank of one thread. Its linear layers have 1 GB of weights and moments. Four kinds of
+steps take turns:
 
-`delay` is how long the next step begins later. `slower` is how much longer a step takes while the
-process writes. `share` is what both cost of a run that saves every ten minutes, the default.
-Seconds are medians.
+1. plain steps
+2. steps after `save(wait=False)`, which copies the layers to memory
+3. steps while a process beside the rank writes
+4. steps after `save()`, which waits for the disk
+
+`copy` is the time in which torch copies the same tensors in memory. A save delays a step by at
+least as long. `delay` is by how much the next step begins later. `slower` is by how much a step
+takes longer while the process writes. `share` is the part of a run that both take, if it saves
+every ten minutes, as by default. Seconds are medians.
 
 python -m benchmarks.saving
 """

@@ -1,8 +1,8 @@
 """Saves a pipeline: when that is due, and behind training. All ranks decide alike.
 
-due?      the ranks tell one another in the flags of a step: rank 0's clock, and signals
-begin     waits until layers are copied to memory, and a process beside each rank writes them
-complete  once the flags say that every rank's part is written
+due?      The flags of a step carry rank 0's clock and the signals of all ranks.
+begin     The layers are copied to memory. A process beside each rank writes them.
+complete  The flags say that every rank's part is written.
 """
 
 from __future__ import annotations

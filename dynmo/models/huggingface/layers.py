@@ -4,8 +4,9 @@ A layer registers the model's own modules under the model's own names. Hidden st
 to layer. The attention mask and the position ids of the batch follow them, if there are any, and
 the sums of the routers, if they have a loss.
 
-What the model's own code gives its blocks (masks, rotary positions and other constants) comes from
-the shared model of a rank: a copy whose blocks are recorders. It runs once for each microbatch.
+Each rank has one shared model, a copy of the model whose blocks are recorders. It runs once for
+each microbatch. The recorders note what the model's own code gives its blocks: masks, rotary
+positions and other constants.
 """
 
 from __future__ import annotations
