@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -44,8 +43,9 @@ from dynmo.cli.run_folder import (
     run_folder,
     steps_done,
 )
-from dynmo.errors import ConfigError, Interrupted
+from dynmo.errors import ConfigError
 from dynmo.options import Whole
+from dynmo.signals import interrupted_by_signals
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -119,7 +119,7 @@ def train(options: TrainOptions) -> None:
     # In a batch job of Slurm the launcher finds the environment of a rank.
     rendezvous = from_environment() if options.launcher is None else None
     if rendezvous is None:
-        with _stopped_before_the_ranks():
+        with interrupted_by_signals(NOTHING_TO_SAVE):
             check_input(config)
             config = with_known_steps(config, options.as_json)
         with run_folder(config, options.resume, options.overwrite) as folder:
@@ -133,18 +133,6 @@ def train(options: TrainOptions) -> None:
 
 
 # -- the process that starts the ranks -------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _stopped_before_the_ranks() -> Iterator[None]:
-    """Tells of a signal that comes before there are ranks."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted(NOTHING_TO_SAVE) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _train_with_restarts(config: Config, folder: Path, options: TrainOptions) -> int:

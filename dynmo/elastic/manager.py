@@ -13,7 +13,6 @@ Ray. Each `RankProcess` says how it goes on.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Kind = Literal["released", "started", "failed"]
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAVE_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)

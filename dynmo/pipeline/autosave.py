@@ -22,8 +22,8 @@ from dynmo.events import CheckpointEvent, FaultEvent, SavesEvent
 from dynmo.pipeline.options import Checkpoints
 from dynmo.runtime.comm.agreement import NotWritten
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.state.save import Save
+from dynmo.signals import Asked, signals_heard
 
 # Bits of a step's flag: this rank wants to save, and its part of a checkpoint is being written.
 SAVE, WRITING = 4, 8
@@ -60,15 +60,17 @@ class AutoSave:
         self._extra: Mapping[str, Any] | None = None  # what that one has of the loop
         self._begun = time.monotonic()
         self._signals = ExitStack()
-        self._flag: StopFlag | None = None
+        self._asked: Asked | None = None
+        self._saves = 0  # SIGUSR1 that are heard
+        self._saves_in = -1  # the step in which the last of them was
 
     # -- when --------------------------------------------------------------------------------------
 
     def watch(self, step: int) -> None:
         """Takes signals from now on, since there is something to save."""
-        if self._flag is not None or self._options is None:
+        if self._asked is not None or self._options is None:
             return
-        self._flag = self._signals.enter_context(stop_flag())
+        self._asked = self._signals.enter_context(signals_heard())
         every, keep = self._options.every, self._options.keep
         often = f"{EVERY / 60:.0f} minutes" if every == "auto" else f"{every} steps"
         text = (
@@ -80,17 +82,20 @@ class AutoSave:
     def close(self) -> None:
         """Leaves signals to others again."""
         self._signals.close()
-        self._flag = None
+        self._asked = None
 
     @property
     def stop(self) -> bool:
         """Whether a signal has asked this rank to stop."""
-        return self._flag is not None and self._flag.stop
+        return self._asked is not None and self._asked.stops > 0
 
-    def flag(self) -> int:
-        """Returns this rank's part of the next flag."""
+    def flag(self, step: int) -> int:
+        """Returns this rank's part of the flag of a step. A step that has failed comes again."""
         writes = self._under_way is not None and not self._under_way.is_written
-        asks = self._flag is not None and self._flag.take_save()
+        asks = False
+        if self._asked is not None:
+            asks = self._asked.saves > self._saves or step == self._saves_in
+            self._saves, self._saves_in = self._asked.saves, step if asks else -1
         if self._options is not None and self._options.every == "auto" and not self._world.rank:
             asks |= time.monotonic() - self._begun >= EVERY
         return SAVE * asks + WRITING * writes

@@ -39,9 +39,9 @@ from dynmo.plan.partition import kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.comm.stop_flag import is_asked_to_stop
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.migration import Migration
+from dynmo.signals import is_asked_to_stop
 
 # Bit of a step's flag: rank 0 wants all ranks to decide.
 LOOK = 2

@@ -153,7 +153,7 @@ class Steps:
                     engine.programs.executor()
                     self._begin = time.perf_counter()
             norm = changes.options.max_grad_norm
-            flag = STOP * (stop or self._saves.stop) + self._saves.flag() + wish
+            flag = STOP * (stop or self._saves.stop) + self._saves.flag(step) + wish
             settings = StepSettings(step, rates, norm, flag)
             records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
             self._started[step] = started

@@ -17,7 +17,6 @@ from itertools import groupby
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from statistics import mean, median
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,10 @@ from dynmo.data.corpus import DTYPES, VOCAB
 from dynmo.data.order import held_out_text
 from dynmo.data.records import BrokenSampleError, WithHeldOut, load_module, open_records
 from dynmo.data.samples import Sample
-from dynmo.errors import ConfigError, Interrupted
+from dynmo.errors import ConfigError
 from dynmo.files import write_whole
 from dynmo.models.model import Model
+from dynmo.signals import STOP_SIGNALS, interrupted_by_signals
 from dynmo.train.data import open_batches, open_text, order_of, tokenizer_of
 from dynmo.train.setup import model_of
 
@@ -240,7 +240,7 @@ def tokenise(config: Config, out: Path, workers: int, listen: Listener) -> Token
     Raises:
         ConfigError: The data cannot be read, or a sample is broken and `data.broken` is "stop".
         OSError: The file cannot be written.
-        Interrupted: SIGTERM came before the file was whole.
+        Interrupted: A signal came before the file was whole.
     """
     model = model_of(config)
     if config.data.has_samples:
@@ -252,31 +252,12 @@ def tokenise(config: Config, out: Path, workers: int, listen: Listener) -> Token
 def _whole(out: Path) -> Generator[Path]:
     """Gives a name to write to. The file gets its own name at the end, or goes."""
     partial = out.with_name(f"{out.name}.tmp")
-    with _sigterm_raises(f"ended by SIGTERM; {out} was not written"):
+    with interrupted_by_signals(f"interrupted; {out} was not written"):
         try:
             yield partial
             partial.replace(out)
         finally:
             partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def _sigterm_raises(message: str) -> Generator[None]:
-    """Makes the first SIGTERM an error, so that files and processes are cleared away."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        del frame
-        signal.signal(number, signal.SIG_IGN)
-        raise Interrupted(message)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -305,13 +286,12 @@ _Encoded = tuple[list[Sample], list[str]]
 
 
 _batches: SampleBatches | None = None
-_ENDS = {signal.SIGINT, signal.SIGTERM}
 
 
 def _open(text: str, partial: Path) -> None:
     global _batches  # one for each process
     threading.Thread(target=_end_with_parent, args=(partial,), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     logging.disable(logging.WARNING)  # the first process has said it
     config = parse(tomllib.loads(text))
     _batches = open_batches(config, model_of(config))
@@ -388,7 +368,7 @@ def _all_encoded(
                     start = starts.popleft()
                     stop = min(start + _ROWS, count)
                     # A worker whose start is broken off would end with a traceback.
-                    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+                    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                     try:
                         running.append((stop, pool.submit(_encode, start, stop)))
                     finally:

@@ -15,8 +15,8 @@ from dynmo.elastic.newcomer import outside_world
 from dynmo.errors import ConfigError, RunError
 from dynmo.files import write_whole
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.runtime.comm.stop_flag import stop_flag
 from dynmo.runtime.comm.store import rendezvous_record
+from dynmo.signals import is_asked_to_stop, signals_heard
 from dynmo.train.run_log import Listener
 from dynmo.train.setup import device_for, model_of, start
 from dynmo.train.trainer import RunResult, Trainer
@@ -119,8 +119,8 @@ def come_back(trainer: Trainer) -> RunResult | None:
     result: RunResult | None = None
     while result is None or (result.left and parks(trainer.config.elastic)):
         # Nothing is lost if a signal ends a process that waits.
-        with stop_flag() as stopping:
-            if not trainer.join(stopping):
+        with signals_heard():
+            if not trainer.join(is_asked_to_stop):
                 return result
         result = trainer.run()
     return result

@@ -26,9 +26,9 @@ from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.stop_flag import StopFlag, stop_flag
 from dynmo.runtime.comm.waits import call_with_limit
 from dynmo.runtime.comm.worker import said_while
+from dynmo.signals import Asked, signals_heard
 from dynmo.train.data import open_data
 from dynmo.train.run_log import Listener, RunLog
 from dynmo.train.setup import own_cases
@@ -106,7 +106,7 @@ class Trainer:
         self._leads = False  # whether the log is that of rank 0
         self._early: list[Event] = []
         self._stepped = False  # whether a step is done
-        self._flag = StopFlag()
+        self._asked = Asked()
         self.on_new_folder: Callable[[], object] = lambda: None  # after the run's own was removed
         self._world, self._model, self._listen = world, model, listen
         self.pipeline = Pipeline(
@@ -232,16 +232,16 @@ class Trainer:
         _logger.warning(
             f"{folder} was removed or moved while the run trains; the run makes it anew{saves}"
         )
-        self._flag.save = True
+        self._asked.saves += 1
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
         # The flag stays until the last event. A signal after the last step must not cut the account
         # short.
-        with stop_flag() as self._flag:
+        with signals_heard() as self._asked:
             try:
-                return self._run(self._flag)
+                return self._run()
             finally:
                 if self._log is not None:
                     self._log.close()
@@ -263,13 +263,13 @@ class Trainer:
         assert self._world.home is not None, "ranks of a program's own process groups stay"
         return self._world.home
 
-    def _run(self, stopping: Callable[[], bool]) -> RunResult:
+    def _run(self) -> RunResult:
         start, interrupted = time.perf_counter(), False
         if self._must_evaluate and self._evaluated < self.pipeline.steps:
             self._evaluate_and_save(interrupted)  # time ran out before it
         while not self._is_done and not interrupted:
             try:
-                interrupted = self.turn(stopping())
+                interrupted = self.turn(self._asked.stops > 0)
             except InputError as error:
                 if not self._stepped:
                     raise

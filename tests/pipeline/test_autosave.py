@@ -18,8 +18,8 @@ from dynmo.errors import ConfigError, RunError
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.pipeline import autosave
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.stop_flag import stop_flag
 from dynmo.runtime.state import background, checkpoint
+from dynmo.signals import signals_heard
 from tests.pipeline import jobs
 from tests.pipeline.jobs import batch
 from tests.pool import Pool
@@ -137,13 +137,13 @@ def test_signals_are_as_before_once_training_is_over(world: dynmo.World, tmp_pat
     assert signal.getsignal(signal.SIGTERM) is not before
     pipeline.finish()
     assert signal.getsignal(signal.SIGTERM) is before
-    with stop_flag() as outer:
+    with signals_heard() as outer:
         train(pipeline, 2)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert outer()
+        assert outer.stops
         assert pipeline.step(*batch(2)).stop
         pipeline.close()
-        assert outer()
+        assert outer.stops
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -352,3 +352,33 @@ def signalled_before_a_rank_joins(world: Meeting, folder: str, stops: bool) -> l
         pipeline.finish()
     pipeline.close()
     return [pipeline.steps, pipeline.left]
+
+
+def test_signal_in_a_step_that_fails_is_heard_in_the_next(
+    world: dynmo.World, tmp_path: Path
+) -> None:
+    pipeline = make(world, checkpoint=dynmo.Checkpoints(folder=tmp_path))
+    train(pipeline, 1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(dynmo.DynmoError):
+        pipeline.step(batch(1)[0], None)
+    train(pipeline, 3)
+    pipeline.finish()
+    assert saved(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_each_pipeline_of_a_process_hears_a_signal(world: dynmo.World, tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    pipelines = [make(world, checkpoint=dynmo.Checkpoints(folder=each)) for each in folders]
+    for pipeline in pipelines:
+        train(pipeline, 1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for pipeline in pipelines:
+        train(pipeline, 3)
+        until_written(pipeline)
+        assert pipeline._parts.saves.step == 2
+    pipelines[0].close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    train(pipelines[1], 5)
+    assert pipelines[1]._parts.saves.step == 4
+    pipelines[1].close()

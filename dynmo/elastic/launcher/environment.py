@@ -1,4 +1,4 @@
-"""What is around the processes of a run: variables, the launch folder, signals, their end."""
+"""What is around the processes of a run: variables, the launch folder, their end."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, own_node
+from dynmo.elastic.manager import own_node
 from dynmo.errors import RunError
 
 # A posted receive is a kernel that spins until its message is there. A kernel that is loaded at its
@@ -137,46 +134,6 @@ def keep(folder: Path) -> None:
     with contextlib.suppress(OSError):  # a file may be written or removed just now
         for path in (folder, *folder.iterdir()):
             os.utime(path)
-
-
-@dataclass
-class Asked:
-    """What signals have asked a launcher for.
-
-    Attributes:
-        stops: Number of SIGINT and SIGTERM.
-        saves: Number of SIGUSR1 that no rank has got yet.
-    """
-
-    stops: int = 0
-    saves: int = 0
-
-    def take(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if number == SAVE_SIGNAL:
-            self.saves += 1
-        else:
-            self.stops += 1
-
-
-_asked: Asked | None = None
-
-
-@contextlib.contextmanager
-def signals_heard() -> Iterator[Asked]:
-    """Yields what signals ask for while it is open. One within another is the same."""
-    global _asked
-    if _asked is not None:
-        yield _asked
-        return
-    _asked = Asked()
-    before = {each: signal.signal(each, _asked.take) for each in (*STOP_SIGNALS, SAVE_SIGNAL)}
-    try:
-        yield _asked
-    finally:
-        _asked = None
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def end_process(status: int) -> NoReturn:

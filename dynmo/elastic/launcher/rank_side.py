@@ -17,9 +17,10 @@ from pathlib import Path
 from types import FrameType
 
 from dynmo.elastic.launcher.failure import Failure
-from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, own_node
+from dynmo.elastic.manager import own_node
 from dynmo.errors import DynmoError, PeerFailed, RankDied, WaitTimeout, notes, place
 from dynmo.files import write_whole
+from dynmo.signals import SAVE_SIGNAL, STOP_SIGNALS
 
 _logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from dynmo.elastic.launcher.environment import signals_heard
 from dynmo.errors import InputError, Interrupted, RunError
+from dynmo.signals import signals_heard
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def with_restarts(
         DynmoError: The last attempt failed.
     """
     faults: list[tuple[int, str]] = []
-    with signals_heard() as asked:
+    with signals_heard(interrupts=False) as asked:
         while True:
             try:
                 return attempt()

@@ -32,12 +32,10 @@ from pathlib import Path
 
 from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
 from dynmo.elastic.launcher.environment import (
-    Asked,
     keep,
     launch_folder,
     most_local_ranks,
     process_environment,
-    signals_heard,
 )
 from dynmo.elastic.launcher.failure import (
     STOPPED,
@@ -46,10 +44,11 @@ from dynmo.elastic.launcher.failure import (
     read_failures,
     verdict,
 )
-from dynmo.elastic.manager import SAVE_SIGNAL, RankCommand, RankProcess, Report, Starter
+from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
 from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
+from dynmo.signals import SAVE_SIGNAL, Asked, signals_heard
 
 _logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def spawn(
             "machines with torchrun or Slurm"
         )
     starter = LocalStarter() if starter is None else starter
-    with launch_folder(folder) as path, signals_heard() as asked:
+    with launch_folder(folder) as path, signals_heard(interrupts=False) as asked:
         run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
         try:
             for _ in range(size):
@@ -177,6 +176,7 @@ class Supervisor:
         self._releases = ThreadedManager()
         self._reports: list[Report] = []
         self._is_removed = False  # the launch folder was removed once
+        self._saves = self.asked.saves  # SIGUSR1 that the ranks have got, or none was there
         self._shown = Counter[int]()  # bytes of each process' log
 
     def start(self, joins: bool = False) -> None:
@@ -222,7 +222,7 @@ class Supervisor:
             now = time.monotonic()
             for process in self._processes if self.asked.stops else ():
                 process.ask_to_stop()
-            if self.asked.saves:
+            if self.asked.saves > self._saves:
                 self._ask_to_save()
             if now >= next_look:
                 self._look()
@@ -251,7 +251,7 @@ class Supervisor:
         """Hands SIGUSR1 on once all ranks run. It ends a process that waits for its resources."""
         living = [rank for rank in self._ranks if rank.code is None]
         if all(rank.runs for rank in living):
-            self.asked.saves = 0
+            self._saves = self.asked.saves
             for rank in living:
                 rank.handle.send_signal(SAVE_SIGNAL)
 

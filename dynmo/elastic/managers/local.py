@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from dynmo.elastic.manager import SAVE_SIGNAL, STOP_SIGNALS, RankCommand, RankProcess
+from dynmo.elastic.manager import RankCommand, RankProcess
+from dynmo.signals import SAVE_SIGNAL, STOP_SIGNALS
 
 
 class LocalProcess(subprocess.Popen[bytes]):
