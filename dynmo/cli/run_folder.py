@@ -115,6 +115,35 @@ def make_ready_again(config: Config) -> bool:
     return resumes
 
 
+def on_ranks_left(config: Config, left: int) -> Config:
+    """Returns the run on at most so many ranks: on as many as work, on as many replicas as before.
+
+    Raises:
+        RunError: The run works on no mesh that is so small.
+    """
+    from dynmo.config import with_options
+
+    if left >= config.ranks:
+        return config
+    parallel, why = config.parallel, ""
+    # The sums over the batch have the same bits on any mesh.
+    same = with_options(config, ("train",), {"reduction_slots": config.options.accumulation_groups})
+    meshes = (
+        (ranks, replicas)
+        for ranks in range(left, 0, -1)
+        for replicas in range(min(ranks, parallel.replicas), 0, -1)
+        if (ranks == replicas if parallel.slices else ranks % replicas == 0)
+    )
+    for ranks, replicas in meshes:
+        pipeline = parallel.pipeline if parallel.slices else ranks // replicas
+        try:
+            mesh = {"pipeline": pipeline, "replicas": replicas}
+            return with_options(same, ("parallel",), mesh)
+        except ConfigError as error:
+            why = f"; no smaller mesh works: {error}"
+    raise RunError(f"{left} of {config.ranks} ranks are left{why}")
+
+
 def is_again(config: Config) -> bool:
     """Returns whether torchrun has started this run before, and starts it again."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -40,6 +40,7 @@ from dynmo.cli.run_folder import (
     is_again,
     make_ready_again,
     newest_checkpoint,
+    on_ranks_left,
     run_folder,
     steps_done,
 )
@@ -138,40 +139,44 @@ def train(options: TrainOptions) -> None:
 def _train_with_restarts(config: Config, folder: Path, options: TrainOptions) -> int:
     from dynmo.elastic.launcher.restarts import with_restarts
 
-    resumes = options.resume
+    resumes, starter = options.resume, _starter(options.launcher, config, folder)
 
     def attempt() -> int:
-        return _spawn(config, folder, options, resumes)
+        return _spawn(config, folder, options, resumes, starter)
 
     def prepare() -> str:
-        nonlocal resumes
+        nonlocal config, resumes
+        before = config
+        config = on_ranks_left(config, starter.ranks_left(config.ranks))
         resumes = make_ready_again(config)
-        return f"goes on from {newest_checkpoint(folder)}" if resumes else "begins anew"
+        how = f"goes on from {newest_checkpoint(folder)}" if resumes else "begins anew"
+        pipeline, replicas = config.parallel.pipeline, config.parallel.replicas
+        fewer = f" with {config.ranks} of {before.ranks} ranks ({pipeline} x {replicas})"
+        return how + fewer * (config.ranks < before.ranks)
 
     return with_restarts(attempt, config.launch.restarts, lambda: steps_done(folder), prepare)
 
 
-def _spawn(config: Config, folder: Path, options: TrainOptions, resumes: bool) -> int:
+def _spawn(
+    config: Config, folder: Path, options: TrainOptions, resumes: bool, starter: Starter
+) -> int:
     from dynmo.elastic.launcher.supervisor import spawn
 
     flags = [*["--resume"] * resumes, *["--json"] * options.as_json]
     line = rank_command("train", str(folder / "config.toml"), *flags)
-    launcher = options.launcher or Launcher.local
     rendezvous_file = folder / "rendezvous.json"  # for newcomers
     rendezvous_file.unlink(missing_ok=True)  # of a run that was killed
     try:
-        if launcher is Launcher.local:
-            return spawn(line, config.ranks, config.parallel.threads, folder)
-        shared = folder / ".launch"
-        starter = _starter(launcher, config, shared)
         parallel = config.parallel
+        if (options.launcher or Launcher.local) is Launcher.local:
+            return spawn(line, config.ranks, parallel.threads, folder)
 
         def open_store() -> Store:
             from dynmo.runtime.comm.store import home_of, serve  # loads torch while ranks start
 
             return home_of(serve(rendezvous_file, parallel.timeout))
 
-        where = (folder, starter, shared, rendezvous_file, open_store)
+        where = (folder, starter, _shared(folder), rendezvous_file, open_store)
         return spawn(line, config.ranks, parallel.threads, *where)
     finally:
         rendezvous_file.unlink(missing_ok=True)
@@ -180,14 +185,23 @@ def _spawn(config: Config, folder: Path, options: TrainOptions, resumes: bool) -
             print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
-def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
+def _shared(folder: Path) -> Path:
+    """Returns the launch folder of ranks on several machines."""
+    return folder / ".launch"
+
+
+def _starter(launcher: Launcher | None, config: Config, folder: Path) -> Starter:
     if launcher is Launcher.slurm:
         from dynmo.elastic.managers.slurm import SlurmStarter
 
-        return SlurmStarter(config.ranks, shared, config.elastic.job_options)
-    from dynmo.elastic.managers.ray import RayStarter
+        return SlurmStarter(_shared(folder), config.elastic.job_options)
+    if launcher is Launcher.ray:
+        from dynmo.elastic.managers.ray import RayStarter
 
-    return RayStarter()
+        return RayStarter()
+    from dynmo.elastic.managers.local import LocalStarter
+
+    return LocalStarter()
 
 
 # -- ranks -----------------------------------------------------------------------------------------

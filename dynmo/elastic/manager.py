@@ -161,6 +161,14 @@ class Starter(Protocol):
         """
         ...
 
+    def ranks_left(self, size: int) -> int:
+        """Returns how many of so many ranks can start again, after some of them have failed.
+
+        Raises:
+            RunError: The manager does not answer.
+        """
+        ...
+
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         """Gives back the resources of processes that left together and have ended. May block.
 

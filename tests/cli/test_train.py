@@ -504,7 +504,7 @@ def test_launcher_gets_the_run_folder_for_rendezvous(
     ((command, ranks, _, folder, starter, shared, rendezvous_file, _),) = given
     assert command[-2:] == ["train", "runs/main/config.toml"]
     assert (ranks, str(folder)) == (2, "runs/main")
-    assert starter == (2, shared, ("--partition=p",))
+    assert starter == (shared, ("--partition=p",))
     assert [str(path) for path in (shared, rendezvous_file)] == [
         "runs/main/.launch",
         "runs/main/rendezvous.json",

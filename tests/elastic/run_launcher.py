@@ -93,7 +93,7 @@ def starter(name: str, size: int, folder: Path) -> Starter | None:
     if name == "slurm":
         from dynmo.elastic.managers.slurm import SlurmStarter
 
-        return SlurmStarter(size, folder / ".launch", options)
+        return SlurmStarter(folder / ".launch", options)
     if name == "ray":
         from dynmo.elastic.managers.ray import RayStarter
 

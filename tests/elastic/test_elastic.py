@@ -1,11 +1,14 @@
-"""Training on ranks that leave and come back, under a real Slurm and a real Ray.
+"""Training on ranks that leave and come back, or die, under a real Slurm and a real Ray.
 
-Another job uses the ranks that the run releases. Then the run uses them again.
+Another job uses the ranks that a run releases. Then the run uses them again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -41,9 +44,51 @@ RUN: dict[str, Any] = {
 }
 
 
-def command(folder: Path, launcher: str) -> list[str]:
-    (folder / "run.toml").write_text(parse(RUN).to_toml())
+# A run whose rank is killed. Its steps take long enough for that.
+KILLED = RUN | {
+    "model": {**RUN["model"], "f": 0.006, "b": 0.006, "w": 0.006},
+    "train": {"steps": 30, "global_batch": 6, "micro_batch": 1},
+    "parallel": {"pipeline": 3, "timeout": 10.0},
+    "elastic": {},
+    "checkpoint": {"every": 5},
+    "launch": {"restarts": 2},
+}
+
+
+def command(folder: Path, launcher: str, run: dict[str, Any] = RUN) -> list[str]:
+    (folder / "run.toml").write_text(parse(run).to_toml())
     return [sys.executable, "-m", "dynmo", "train", "run.toml", "--launcher", launcher]
+
+
+def rank_of(folder: Path, number: int) -> int:
+    """Returns the process of a rank once a checkpoint is there."""
+    wait_until(lambda: any(folder.glob("runs/run/checkpoints/step-*[0-9]")), 60)
+    (process,) = (
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if _has(path, f"DYNMO_PROCESS={number}", f"DYNMO_RENDEZVOUS={folder}")
+    )
+    return process
+
+
+def _has(environ: Path, *parts: str) -> bool:
+    try:
+        text, line = environ.read_text(), environ.with_name("cmdline").read_text()
+    except (OSError, UnicodeDecodeError):  # ended, or not ours
+        return False
+    return all(part in text for part in parts) and "srun" not in line
+
+
+def check_restarted(folder: Path, pool: Pool, ranks: int) -> None:
+    """Checks that the run has ended with the weights of one that nobody disturbed."""
+    events = list(read(folder / "runs/run/events.jsonl"))
+    (end,) = [e for e in events if isinstance(e, EndEvent)]
+    assert end.reason == "done"
+    steps = [e for e in events if isinstance(e, StepResult)]
+    assert (len(steps[0].memory), len(steps[-1].memory)) == (3, ranks)
+    alone = {"parallel": {}, "launch": {}, "checkpoint": {"every": 0}}
+    alone["model"] = {**KILLED["model"], "f": 0, "b": 0, "w": 0}
+    assert end.weights_digest == pool.run("train", 1, config=KILLED | alone)[0]["digest"]
 
 
 def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
@@ -95,6 +140,26 @@ def test_slurm_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> Non
         wait_until(lambda: not slurm.states())
 
 
+@pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
+def test_slurm_run_goes_on_without_a_node(tmp_path: Path, pool: Pool) -> None:
+    """A node of three goes down, with its rank."""
+    with slurm_cluster(3) as slurm:
+        options = [f"--chdir={tmp_path}", "--no-kill"]
+        out, line = tmp_path / "out", command(tmp_path, "slurm", KILLED)
+        slurm.submit(line, 3, "train", out, PATHS, options)
+        try:
+            process = rank_of(tmp_path, 2)
+            slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
+            with contextlib.suppress(ProcessLookupError):  # Slurm has ended it
+                os.kill(process, signal.SIGKILL)
+            slurm.wait_for_state("train", None, 90)
+        finally:
+            print(out.read_text())
+        assert "restart 1 of 2 goes on from runs/run/checkpoints/step-" in out.read_text()
+        assert " with 2 of 3 ranks (2 x 1)" in out.read_text()
+        check_restarted(tmp_path, pool, ranks=2)
+
+
 # A second job of the cluster. It asks for two GPUs once none is free, holds them until the run is
 # about to ask for others, and prints when it ended.
 OTHER = """
@@ -128,3 +193,15 @@ def test_ray_run_releases_and_regains_ranks(tmp_path: Path, pool: Pool) -> None:
         times = {event["event"]: event["time"] for event in events}
         assert times["repack"] < ended < times["grow"], "it ran on what the run gave back"
         assert time.time() > ended
+
+
+@pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
+def test_ray_run_starts_again(tmp_path: Path, pool: Pool) -> None:
+    with ray_cluster(gpus=3) as cluster:
+        run = cluster.start(command(tmp_path, "ray", KILLED), tmp_path, PATHS)
+        os.kill(rank_of(tmp_path, 2), signal.SIGKILL)
+        _, said = run.communicate(timeout=90)
+        assert run.returncode == 0, said
+        assert "restart 1 of 2 goes on from runs/run/checkpoints/step-" in said
+        assert " ranks (" not in said
+        check_restarted(tmp_path, pool, ranks=3)

@@ -46,6 +46,9 @@ class LocalStarter:
         self._by_local_rank[local_rank] = process
         return process
 
+    def ranks_left(self, size: int) -> int:
+        return size
+
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         count = len(processes)
         what = "1 process" if count == 1 else f"{count} processes"

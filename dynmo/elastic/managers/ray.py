@@ -159,6 +159,9 @@ class RayStarter:
     def start(self, rank: RankCommand) -> RankProcess:
         return RayProcess(self._ray, rank, self._kind)
 
+    def ranks_left(self, size: int) -> int:
+        return min(size, int(self._ray.cluster_resources().get(self._kind, 0)))
+
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         # The thread of each process has removed its actor and its placement group.
         count = len(processes)

@@ -113,18 +113,17 @@ def _run(*command: str, folder: Path | None = None) -> str:
 class SlurmStarter:
     """Starts ranks as steps of the current allocation, or as jobs of their own."""
 
-    def __init__(self, size: int, folder: Path, job_options: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, job_options: Sequence[str] = ()) -> None:
         """Looks at the allocation.
 
         Args:
-            size: The number of ranks at the start.
             folder: The launch folder, which takes the files of `scontrol`.
             job_options: Options of `srun` for jobs of one rank: partition, devices, time limit.
 
         Raises:
             ConfigError: Slurm is not installed here, or its controller does not answer.
         """
-        self._size, self._folder, self._job_options = size, folder, job_options
+        self._folder, self._job_options = folder, job_options
         self._job = os.environ.get("SLURM_JOB_ID")
         self._started: list[SlurmProcess] = []
         listed = os.environ.get("SLURM_JOB_NODELIST", "")
@@ -142,16 +141,31 @@ class SlurmStarter:
             options = [f"--job-name={'dynmo-join' if rank.joins else 'dynmo'}", *self._job_options]
             local_rank, local_size = 0, 1
         else:
-            # A node has as many ranks as the others, in order. They share its devices, as under
-            # torchrun.
-            size, nodes = self._size, self._nodes[: self._size]
-            node_of = [nodes[each * len(nodes) // size] for each in range(size)]
+            node_of = self._node_of(int(rank.environment["WORLD_SIZE"]))
             node, env = node_of[rank.process], dict(rank.environment)
             options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
             local_rank, local_size = node_of[: rank.process].count(node), node_of.count(node)
         env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
         self._started.append(SlurmProcess(rank, options, env, node))
         return self._started[-1]
+
+    def _node_of(self, size: int) -> list[str]:
+        """Returns the node of each rank.
+
+        A node has as many ranks as the others, in order. They share its devices, as under torchrun.
+        """
+        nodes = self._nodes[:size]
+        return [nodes[each * len(nodes) // size] for each in range(size)]
+
+    def ranks_left(self, size: int) -> int:
+        if self._job is None:  # a job waits for a node that works
+            return size
+        # Slurm takes a node that is down from a job that may go on without it.
+        listed = _run("squeue", "--noheader", f"--jobs={self._job}", "--format=%N").strip()
+        has = _run("scontrol", "show", "hostnames", listed).split()
+        left = sum(node in has for node in self._node_of(size))
+        self._nodes = [node for node in self._nodes if node in has]
+        return left
 
     def give_back(self, processes: Sequence[RankProcess]) -> str:
         ended = [process.node for process in processes if isinstance(process, SlurmProcess)]

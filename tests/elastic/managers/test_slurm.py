@@ -229,7 +229,7 @@ def test_missing_slurm_gives_a_one_line_error(
     with pytest.raises(
         ConfigError, match=r"cannot run scontrol show: Slurm is not installed.*; leave out"
     ):
-        SlurmStarter(2, tmp_path)
+        SlurmStarter(tmp_path)
 
 
 def test_unreachable_controller_gives_a_one_line_error(
@@ -241,10 +241,10 @@ def test_unreachable_controller_gives_a_one_line_error(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"no configuration; leave out"):
-        SlurmStarter(2, tmp_path)
+        SlurmStarter(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(ConfigError, match=r"job 5: .*: no configuration; leave out"):
-        SlurmStarter(2, tmp_path)
+        SlurmStarter(tmp_path)
 
 
 def test_the_launchers_node_stays_outside_of_a_step(
@@ -257,7 +257,7 @@ def test_the_launchers_node_stays_outside_of_a_step(
     monkeypatch.setattr("dynmo.elastic.managers.slurm._run", lambda *_, **_options: "n1 n2")
     ended = [SlurmProcess.__new__(SlurmProcess) for _ in range(2)]
     ended[0].node, ended[1].node = "n1", "n2"
-    starter = SlurmStarter(2, tmp_path)
+    starter = SlurmStarter(tmp_path)
     with pytest.raises(RunError, match=r"^n1 cannot be given back while the launcher runs there$"):
         starter.give_back(ended[:1])
     told = "job 5 gave back n2; n1 cannot be given back while the launcher runs there"
