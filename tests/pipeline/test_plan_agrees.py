@@ -104,4 +104,4 @@ def test_plan_and_run_make_the_same_schedule(pool: Pool, replicas: int, cases: i
         assert said["plan"] == said["run"], said["case"]
         assert said.get("refused", False) is not said["fits"], said["case"]
     limited = [said["fits"] for said in results[0] if said["limited"]]
-    assert min(limited.count(True), limited.count(False)) > cases // 12
+    assert min(limited.count(True), limited.count(False)) >= cases // 12
