@@ -70,7 +70,7 @@ class AutoSave:
         """Takes signals from now on, since there is something to save."""
         if self._asked is not None or self._options is None:
             return
-        self._asked = self._signals.enter_context(signals_heard())
+        self._asked, self._saves = self._signals.enter_context(signals_heard()), 0
         every, keep = self._options.every, self._options.keep
         often = f"{EVERY / 60:.0f} minutes" if every == "auto" else f"{every} steps"
         text = (

@@ -1,8 +1,9 @@
 """Runs that a fault hits in the middle: `python -m tests.train.disturbed` reads jobs from stdin.
 
-Importing torch costs seconds, and a fork of this process milliseconds. Each job is a run of one
-rank in a fork, which a fault may kill. A fault comes when a function of dynmo is called for the
-n-th time.
+Importing torch costs seconds, and a fork of this process milliseconds. Each job is a run whose
+ranks are forks, which a fault may kill. A fault comes when the last rank calls a function of dynmo
+for the n-th time, or rank 0 if no other does. Signals go to all ranks. A full disk and a dead
+writer are those of one rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +32,8 @@ from dynmo.train.trainer import Trainer
 STEPS = 9
 CONFIG: dict[str, Any] = {
     "model": {"blocks": 1, "hidden": 8, "heads": 1, "sequence": 8},
-    "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, "eval_every": 3},
+    "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, "eval_every": 3}
+    | {"reduction_slots": 2},
     "checkpoint": {"every": 2},
     "dynamism": {"cases": ["freezing"], "freezing": {"every": 1, "start": 2, "max_layers": 1}},
     "trace": {"steps": 0},
@@ -57,9 +60,9 @@ class Fault(NamedTuple):
 
     def strike(self) -> None:
         if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)
         elif self.kind == "term":
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.killpg(0, signal.SIGTERM)
         elif self.kind == "writer":
             background._running().process.kill()
         else:
@@ -69,9 +72,10 @@ class Fault(NamedTuple):
                 background._end()
 
 
-def run(folder: Path, resume: bool, fault: Fault | None) -> str:
-    """Trains, and returns the digest of the weights."""
-    config: Config = parse(CONFIG)
+def run(folder: Path, mesh: tuple[int, int], resume: bool, fault: Fault | None) -> str:
+    """Trains as one rank of a mesh, and returns the digest of the weights."""
+    pipeline, replicas = mesh
+    config: Config = parse(CONFIG | {"parallel": {"pipeline": pipeline, "replicas": replicas}})
     (folder / "config.toml").write_text(config.to_toml())
     with ExitStack() as stack:
         world = stack.enter_context(dynmo.init(device="cpu"))
@@ -111,21 +115,39 @@ def newest(folder: Path) -> int:
         return 0
 
 
+def rank(number: int, folder: Path, mesh: tuple[int, int], fault: Fault | None) -> None:
+    """Runs a rank in this process, and ends it. Rank 0 says what came of it."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    struck = 0 if fault is None or fault.phase == "completes" else mesh[0] * mesh[1] - 1
+    try:
+        before = newest(folder)
+        digest = run(folder, mesh, before > 0, fault if number == struck else None)
+        answer: dict[str, Any] = {"digest": digest, "from": before}
+    except DynmoError as error:
+        answer = {"error": str(error)}
+    background._end()
+    if not number:
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
 def main() -> None:
     for line in sys.stdin:
-        folder, fault = json.loads(line)
-        child = os.fork()
-        if not child:
-            try:
-                before = newest(Path(folder))
-                digest = run(Path(folder), before > 0, Fault(*fault) if fault else None)
-                answer: dict[str, Any] = {"digest": digest, "from": before}
-            except DynmoError as error:
-                answer = {"error": str(error)}
-            background._end()
-            print(json.dumps(answer), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
+        folder, mesh, fault = json.loads(line)
+        size = mesh[0] * mesh[1]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        ranks: list[int] = []
+        for number in range(size):
+            child = os.fork()
+            if not child:
+                os.setpgid(0, ranks[0] if ranks else 0)
+                rank(number, Path(folder), mesh, Fault(*fault) if fault else None)
+            os.setpgid(child, ranks[0] if ranks else child)  # whoever is first
+            ranks.append(child)
+        status, *_ = [os.waitpid(child, 0)[1] for child in ranks]
         if status:
             print(json.dumps({"signal": os.WTERMSIG(status)}), flush=True)
 

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +46,35 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def run(forks: subprocess.Popen[str], folder: Path, fault: Fault | None) -> dict[str, Any]:
-    assert forks.stdin is not None
-    assert forks.stdout is not None
-    forks.stdin.write(json.dumps([str(folder), fault]) + "\n")
-    forks.stdin.flush()
-    return json.loads(forks.stdout.readline())
+Mesh = tuple[int, int]
+"""Ranks of a pipeline, and replicas."""
+
+Start = Callable[[Path, Mesh, Fault | None], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run(forks, tmp_path_factory.mktemp("whole"), None)["digest"]
+def run(forks: subprocess.Popen[str]) -> Start:
+    """Runs once in a folder. Returns what came of it."""
+
+    def call(folder: Path, mesh: Mesh, fault: Fault | None) -> dict[str, Any]:
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        forks.stdin.write(json.dumps([str(folder), mesh, fault]) + "\n")
+        forks.stdin.flush()
+        return json.loads(forks.stdout.readline())
+
+    return call
 
 
-def check(
-    forks: subprocess.Popen[str], folder: Path, fault: Fault, digest: str, must: bool
-) -> None:
+@pytest.fixture(scope="module")
+def digest(run: Start, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run of one rank that nothing disturbs."""
+    return run(tmp_path_factory.mktemp("whole"), (1, 1), None)["digest"]
+
+
+def check(run: Start, folder: Path, mesh: Mesh, fault: Fault, digest: str, must: bool) -> None:
     """Has a fault hit a run, and goes on. The fault may come too late unless it `must` not."""
-    struck = run(forks, folder, fault)
+    struck = run(folder, mesh, fault)
     saved = newest(folder)
     if must and fault.kind == "kill":
         assert struck == {"signal": signal.SIGKILL}
@@ -71,25 +82,28 @@ def check(
         assert 0 < saved < STEPS, "a stop saves"
     if fault.kind == "writer":
         assert struck["digest"] == digest, "the run goes on"
-    assert run(forks, folder, None) == {"digest": digest, "from": saved}
+    assert run(folder, mesh, None) == {"digest": digest, "from": saved}
     assert newest(folder) == STEPS
     assert not list((folder / "checkpoints").glob("*.tmp"))
 
 
 @pytest.mark.parametrize("fault", EVERYDAY, ids=lambda each: "-".join(map(str, each)))
 def test_run_that_a_fault_hits_ends_with_the_same_weights(
-    forks: subprocess.Popen[str], tmp_path: Path, undisturbed: str, fault: tuple[str, str, int]
+    run: Start, tmp_path: Path, digest: str, fault: tuple[str, str, int]
 ) -> None:
-    check(forks, tmp_path, Fault(*fault), undisturbed, must=True)
+    check(run, tmp_path, (1, 1), Fault(*fault), digest, must=True)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["kill", "term", "disk", "writer"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_each_fault_in_each_phase_five_times(
-    forks: subprocess.Popen[str], tmp_path: Path, undisturbed: str, kind: str, phase: str
+@pytest.mark.parametrize(
+    ("mesh", "calls"), [((1, 1), range(1, 6)), ((2, 1), (1, 2)), ((1, 2), (2,))]
+)
+def test_each_fault_in_each_phase(
+    run: Start, tmp_path: Path, digest: str, mesh: Mesh, calls: Sequence[int], kind: str, phase: str
 ) -> None:
-    for call in range(1, 6):
+    for call in calls:
         folder = tmp_path / str(call)
         folder.mkdir()
-        check(forks, folder, Fault(kind, phase, call), undisturbed, must=False)
+        check(run, folder, mesh, Fault(kind, phase, call), digest, must=False)

@@ -55,6 +55,10 @@ class Writer:
             )
             undo.pop_all()
 
+    @property
+    def is_closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def close(self) -> None:
         """Ends the process. It finishes what it writes."""
         self.socket.close()
@@ -93,7 +97,8 @@ class MemoryFiles:
     def __init__(self) -> None:
         self.memory: IO[bytes] = os.fdopen(os.memfd_create("checkpoint"), "w+b")
         self._ends: list[tuple[str, int]] = []
-        self._answer: bytes | None = b"+"  # None once the writer has them
+        self._answer: bytes | None = b"+"  # None once a writer has them
+        self._writer: Writer | None = None  # that one
 
     def end_file(self, path: Path) -> None:
         """Ends the content of the file that will be at `path`."""
@@ -118,20 +123,23 @@ class MemoryFiles:
                 with contextlib.suppress(OSError):  # an error for who sent them
                     _writer.works_on.digests()
             for again in (True, False):
+                writer = _running()
                 try:
-                    socket.send_fds(_running().socket, [words], [self.memory.fileno()])
+                    socket.send_fds(writer.socket, [words], [self.memory.fileno()])
                 except ConnectionError:
                     _end()  # it was killed while it had nothing to do
                     if not again:
                         raise
                 else:
-                    _running().works_on, self._answer = self, None
+                    writer.works_on, self._writer, self._answer = self, writer, None
                     return
 
     @property
     def are_written(self) -> bool:
         """Whether `digests` returns at once."""
-        return self._answer is not None or bool(select.select([_running().socket], [], [], 0)[0])
+        if self._answer is not None or self._writer is None or self._writer.is_closed:
+            return True
+        return bool(select.select([self._writer.socket], [], [], 0)[0])
 
     def digests(self) -> list[bytes]:
         """Waits for the writer, and returns the SHA-256 of each file.
@@ -139,17 +147,19 @@ class MemoryFiles:
         Raises:
             OSError: A file could not be written, or the writer has ended.
         """
-        if self._answer is None:
-            writer, self._answer = _running(), b""
-            with contextlib.suppress(ConnectionError):
+        if self._answer is None and (writer := self._writer) is not None:
+            self._answer = b""
+            with contextlib.suppress(OSError):
                 self._answer = writer.socket.recv(_WORDS + _DIGEST * len(self._ends))
             writer.works_on = None
             if not self._answer:
-                _end()
+                if writer is _writer:
+                    _end()
                 how = (
                     f"the process that writes it has ended with status {writer.process.returncode}"
                 )
                 self._answer = b"-" + json.dumps([None, how]).encode()
+        assert self._answer is not None
         kind, content = self._answer[:1], self._answer[1:]
         if kind == b"-":
             number, text = json.loads(content)

@@ -134,6 +134,17 @@ def test_writer_that_was_killed_while_idle_is_replaced(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path)[1].step == 2
 
 
+def test_save_asks_no_writer_but_its_own(tmp_path: Path) -> None:
+    """Another would have no answer."""
+    pipeline = gpt()
+    under_way = begin(pipeline, tmp_path, 1)
+    background._end()
+    assert under_way.is_written
+    with pytest.raises(RunError, match="the process that writes it has ended with status 0"):
+        under_way.complete()
+    assert begin(pipeline, tmp_path, 2).complete().step == 2
+
+
 def test_dropped_save_does_not_disturb_the_next(tmp_path: Path) -> None:
     pipeline = gpt()
     begin(pipeline, tmp_path / "a", 1)
