@@ -142,7 +142,7 @@ def test_save_asks_no_writer_but_its_own(tmp_path: Path) -> None:
     assert under_way.is_written
     with pytest.raises(RunError, match="the process that writes it has ended with status 0"):
         under_way.complete()
-    assert begin(pipeline, tmp_path, 2).complete().step == 2
+    assert begin(pipeline, tmp_path, 2).complete().path.name == "step-000002"
 
 
 def test_dropped_save_does_not_disturb_the_next(tmp_path: Path) -> None:
