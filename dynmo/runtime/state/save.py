@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError
+from dynmo.errors import CheckpointError, RunError
 from dynmo.files import sync_folder, write_whole
 from dynmo.runtime.comm.agreement import Attempt, NotWritten
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -119,8 +119,9 @@ class Save:
         except NotWritten as error:
             self._failure = error
         with self._attempt.part():
-            if behind and self._failure is None:
-                self._memory = MemoryFiles()
+            if self._failure is None:
+                _check_is_shared(self._partial)
+                self._memory = MemoryFiles() if behind else None
         self._layers: list[int] = []
         self._digests: list[bytes] = []
         self._bytes = 0
@@ -207,6 +208,15 @@ class Save:
             _remove_old(self._folder, step, self._keep)
         now = time.perf_counter()
         return Saved(self.path, int(size), now - self._start, self._waited + now - begin)
+
+
+def _check_is_shared(partial: Path) -> None:
+    """Raises RunError if this rank does not see the folder that rank 0 has made."""
+    # A listing is up to date on a network file system, where a look at one name may be old.
+    if not partial.parent.is_dir() or partial not in partial.parent.iterdir():
+        raise RunError(
+            f"{partial} of rank 0 is not on this machine; give a folder that all machines share"
+        )
 
 
 def _complete(partial: Path, final: Path, manifest: CheckpointManifest) -> None:

@@ -229,6 +229,15 @@ def test_full_disk_on_one_rank_fails_on_all_ranks(pool: Pool, tmp_path: Path) ->
     assert names(tmp_path) == []
 
 
+def test_folder_that_ranks_do_not_share_is_named(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(JOBS + "save_apart", 2, folder=str(tmp_path))
+    for rank, (kind, text) in enumerate((first, second)):
+        assert kind == "NotWritten"
+        assert f"{tmp_path / str(rank)}/step-000001.tmp could not be written (rank 1: " in text
+        assert "is not on this machine; give a folder that all machines share" in text
+    assert names(tmp_path / "0") == []
+
+
 def test_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     pipeline = gpt()
     save(pipeline, tmp_path, 2)
@@ -459,6 +468,11 @@ def save_on_a_full_disk(world: Meeting, folder: str, full: int) -> list[str]:
     pipe = engine(world, [3, 3])
     with full_at(0 if world.rank == full else -1):
         return error_of(lambda: save(pipe, Path(folder), 1, keep=2))
+
+
+def save_apart(world: Meeting, folder: str) -> list[str]:
+    pipe, own = engine(world, [3, 3]), Path(folder) / str(world.rank)
+    return error_of(lambda: save(pipe, own, 1, keep=2))
 
 
 def load_and_go_on(world: Meeting, folder: str, counts: list[int]) -> dict[str, Any]:
