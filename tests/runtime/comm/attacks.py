@@ -155,7 +155,7 @@ def regroup(times: int, ranks: int = 2) -> dict[str, Any]:
         try:
             (wanted,), _ = pool.run(job, ranks, times=1)[0]
             command = [sys.executable, "-m", "tests.runtime.comm.stranger", "gloo"]
-            stranger = start([*command, str(os.getpgid(0))], Path(folder), _path())
+            stranger = start([*command, str(os.getpid())], Path(folder), _path())  # not other tests
             time.sleep(1)
             found = pool.run(job, ranks, timeout=20.0 * times, times=times)
         finally:

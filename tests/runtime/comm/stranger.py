@@ -22,7 +22,7 @@ from typing import Any
 
 
 def listeners(group: int) -> Iterator[int]:
-    """The new ports of the loopback on which a process group listens, and 0 after each look."""
+    """The new ports on which a process group or children listen, and 0 after each look."""
     known, processes, looked = set[str](), list[str](), 0.0
     while True:
         if time.monotonic() - looked > 0.1:
@@ -46,7 +46,8 @@ def _numbers(folder: str) -> list[str]:
 
 def _is_in(process: str, group: int) -> bool:
     with contextlib.suppress(OSError):
-        return os.getpgid(int(process)) == group
+        parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+        return group in (os.getpgid(int(process)), int(parent))
     return False
 
 
