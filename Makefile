@@ -3,6 +3,7 @@
 # make quick  the tests of the packages that need no torch
 # make matrix the long tests: combinations of what `make test` covers one by one
 # make docs   the commands, the code and the figures of the documents
+# make browser  the pages that dynmo makes, in headless Chromium
 # make clusters  a real Slurm, a real Ray and the API of Kubernetes
 # make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
 #             ONLY="cases joined": some benchmarks.
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All tests with ranks go to one of two processes, so that there is one pool of ranks.
 TWO := --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test quick matrix docs clusters results gpu check format clean
+.PHONY: demo test quick matrix docs browser clusters results gpu check format clean
 
 # What the demo needs: no packages of tests, and the compiled loops of its planner alone.
 $(DEMO): pyproject.toml constraints.txt
@@ -61,7 +62,7 @@ quick: $(READY)
 	    tests/report tests/elastic/managers/test_command.py
 
 matrix: $(READY)
-	$(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not clusters"
+	$(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not browser and not clusters"
 	$(BIN)/python -m pytest $(TWO) --hypothesis-profile matrix tests/schedule \
 	    tests/plan tests/cost
 	@.ci/suite passed matrix
@@ -69,6 +70,10 @@ matrix: $(READY)
 docs: $(READY)
 	$(BIN)/python -m pytest $(TWO) -m docs
 	@.ci/suite passed docs
+
+browser: $(READY)
+	$(BIN)/python -m pytest -m browser
+	@.ci/suite passed browser
 
 clusters: $(READY)
 	$(BIN)/python -m pytest -m clusters

@@ -24,7 +24,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from dynmo.elastic.launcher.environment import malloc_settings
 from tests.pool import Pool
 
-LATER = ("matrix", "docs", "clusters")
+LATER = ("matrix", "docs", "browser", "clusters")
 """Markers of tests that `make test` leaves out."""
 SECOND_POOL = {"pipeline", "train"}
 
