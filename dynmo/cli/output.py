@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynmo.errors import InputError, not_installed
+from dynmo.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,15 +115,11 @@ def check_folder(option: str, path: Path) -> None:
 
 def check_plot(path: Path | None) -> None:
     """Checks the file of `--plot` before the work begins."""
-    from importlib.util import find_spec
-
     if path is None:
         return
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise InputError(f"--plot {path}: the name must end in .svg, .png or .pdf")
     check_folder("--plot", path)
-    if find_spec("matplotlib") is None:
-        raise InputError(f"--plot: {not_installed('matplotlib')}")
 
 
 def save_plot(figure: Figure, path: Path) -> None:

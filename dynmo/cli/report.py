@@ -2,79 +2,87 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynmo.cli.options import CommandOptions, command
-from dynmo.cli.output import check_plot, console_for_tables, print_json, save_plot
+from dynmo.cli.output import (
+    check_folder,
+    check_plot,
+    compilation_told,
+    console_for_tables,
+    print_json,
+    save_plot,
+)
 from dynmo.cli.rank_process import import_from_working_folder
 from dynmo.cli.run_folder import check_run
-from dynmo.errors import DynmoError, InputError
-from dynmo.event_log import read, to_json
-from dynmo.files import parse_toml, read_text
+from dynmo.errors import InputError
+from dynmo.event_log import to_json
+from dynmo.files import write_whole
+from dynmo.report.numbers import show_size
 
 if TYPE_CHECKING:
     from dynmo.report.comparison import Differences, NamedSummary
+    from dynmo.report.run_record import RunRecord
     from dynmo.report.summary import Summary
 
 
 class ReportOptions(CommandOptions):
     runs: list[Path]
     """Run folders, such as runs/demo-balanced."""
+    html: bool = False
+    """Write a page with pictures, as one file that needs no network."""
+    out: Path | None = None
+    """Where the page goes (default: report.html in the first run's folder)."""
     plot: Path | None = None
-    """Draw the inherent bubble and other idle time by step (.svg, .png, .pdf; needs the extra
-    plot)."""
+    """Draw the inherent bubble and other idle time by step (.svg, .png, .pdf)."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.out is not None and not self.html:
+            yield "--out says where the page of --html goes; add --html"
 
 
 @command
+@compilation_told()
 def report(options: ReportOptions) -> None:
     from dynmo.report.comparison import aligned, differences, verdict
+    from dynmo.report.run_record import RunRecord
+    from dynmo.report.verdict import diagnose
 
     folders = options.runs
     check_plot(options.plot)
-    summaries = aligned([_summary(folder) for folder in folders])
-    runs = [(folder.resolve().name, run) for folder, run in zip(folders, summaries, strict=True)]
+    if options.out is not None:
+        check_folder("--out", options.out)
+    import_from_working_folder()
+    for folder in folders:
+        if not (folder / "events.jsonl").is_file():
+            check_run(folder)
+    records = [RunRecord.read(folder) for folder in folders]
+    summaries = aligned([record.summary for record in records])
+    runs = [(record.name, run) for record, run in zip(records, summaries, strict=True)]
     if options.plot is not None:
-        _plot(runs, options.plot)
-    configs = [_config(folder) for folder in folders]
-    known = [config for config in configs if config is not None]
+        _plot(records, options.plot)
+    if options.html:
+        _write_page(records, options)
+    known = [record.config for record in records if record.config is not None]
     differ = differences(known) if len(runs) > 1 and len(known) == len(runs) else None
     if options.as_json:
         answer = {
-            "runs": [{"name": name, **_summary_json(summary)} for name, summary in runs],
+            "runs": [
+                {"name": record.name, **_summary_json(run), "diagnosis": asdict(diagnose(record))}
+                for record, run in zip(records, summaries, strict=True)
+            ],
             "verdict": verdict(runs) if len(runs) > 1 else None,
             "differences": differ,
         }
         print_json(answer, of_run=True)
     elif len(runs) == 1:
-        _print_run(summaries[0], folders[0])
+        _print_run(records[0])
     else:
         _print_comparison(runs, differ)
-
-
-def _summary(folder: Path) -> Summary:
-    from dynmo.report.summary import summarize
-
-    log = folder / "events.jsonl"
-    if not log.is_file():
-        check_run(folder)
-        raise InputError(f"{folder} is no run: it has no events.jsonl; give runs/NAME")
-    summary = summarize(read(log))
-    if not summary.phases:
-        raise InputError(f"{log} has no steps yet")
-    return summary
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    """Returns the run's recorded config. None if it cannot be read."""
-    from dynmo.config import without_unused_keys
-
-    try:
-        return without_unused_keys(parse_toml(read_text(folder / "config.toml")))
-    except (OSError, ValueError):
-        return None
 
 
 def _summary_json(summary: Summary) -> dict[str, Any]:
@@ -87,29 +95,17 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _print_run(summary: Summary, folder: Path) -> None:
+def _print_run(record: RunRecord) -> None:
     from dynmo.report.lines import event_lines, overview, phase_table
+    from dynmo.report.verdict import diagnose
 
-    print(overview(summary))
-    console_for_tables().print(phase_table(summary))
-    if not summary.rebalances and (why := _why_none_moved(folder)) is not None:
+    print(overview(record.summary))
+    console_for_tables().print(phase_table(record.summary))
+    if not record.summary.rebalances and (why := record.why_none_moved) is not None:
         print(why)
-    for line in event_lines(summary):
+    for line in event_lines(record.summary):
         print(line)
-
-
-def _why_none_moved(folder: Path) -> str | None:
-    """Returns why the first decision on placement has moved no layer. None if there is none."""
-    from dynmo.plan.decide import DECISIONS, read_records
-
-    path = folder / DECISIONS
-    import_from_working_folder()
-    with contextlib.suppress(DynmoError):  # of an earlier version, or of a balancer that is gone
-        for record in read_records(path) if path.is_file() else ():
-            if record.rules.kind == "placement":
-                step, reason = record.problem.work.step, record.again().verdict.reason
-                return f"no layer moved: step {step}: {reason} (dynmo simulate {path})"
-    return None
+    print(diagnose(record).verdict)
 
 
 def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> None:
@@ -124,26 +120,27 @@ def _print_comparison(runs: list[NamedSummary], differ: Differences | None) -> N
     print(conclusion(runs, differ))
 
 
-def _plot(runs: list[NamedSummary], path: Path) -> None:
-    """Draws the idle ratio of each step: the inherent bubble, and other idle time above it."""
+def _plot(runs: list[RunRecord], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window, no state
+
+    from dynmo.report.figures import draw_idleness
 
     figure = Figure(figsize=(8, 2 + 2 * len(runs)), layout="constrained")
     panels = figure.subplots(len(runs), sharex=True, sharey=True, squeeze=False)[:, 0]
-    for axes, (name, run) in zip(panels, runs, strict=True):
-        steps = [step.step for step in run.done]
-        idle = [100 * step.idle_ratio for step in run.done]
-        inherent = [
-            min(whole, 100 * (step.inherent_idle or 0.0))
-            for step, whole in zip(run.done, idle, strict=True)
-        ]
-        axes.fill_between(steps, inherent, step="post", color="tab:gray", label="inherent bubble")
-        axes.fill_between(
-            steps, inherent, idle, step="post", color="tab:red", alpha=0.6, label="other idle time"
-        )
-        axes.set(title=name, ylabel="idle, %", ylim=(0, 100))
-        for event in run.rebalances:
-            axes.axvline(event.step, color="tab:blue", alpha=0.4, linewidth=1)
-    panels[0].legend()
-    panels[-1].set_xlabel("step")
+    for axes, run in zip(panels, runs, strict=True):
+        draw_idleness(axes, run)
+        axes.set_title(run.name)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     save_plot(figure, path)
+
+
+def _write_page(runs: list[RunRecord], options: ReportOptions) -> None:
+    from dynmo.report.page import page
+
+    path = options.out or options.runs[0] / "report.html"
+    text = page(runs)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path} ({show_size(len(text.encode()))}): open it in a browser", file=sys.stderr)

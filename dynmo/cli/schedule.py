@@ -73,7 +73,7 @@ class ScheduleOptions(CommandOptions):
     ops: bool = False
     """List every rank's ops in order (--json has them)."""
     plot: Path | None = None
-    """Draw the timeline into an SVG, PNG or PDF (needs the extra plot)."""
+    """Draw the timeline into an SVG, PNG or PDF."""
     torch_csv: Path | None = None
     """Write the schedule as torch's CSV."""
 

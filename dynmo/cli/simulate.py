@@ -29,7 +29,7 @@ class SimulateOptions(CommandOptions):
     workload: Path
     """The workload and the policy, as TOML. Or decisions.jsonl of a run."""
     plot: Path | None = None
-    """Draw the step times (.svg, .png, .pdf; needs the extra plot)."""
+    """Draw the step times (.svg, .png, .pdf)."""
     fewest_ranks: NonNegative | None = None
     """Also find the fewest ranks at each moment. A step may take longer than the first by this
     share."""

@@ -206,7 +206,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     A resumed run repeats the steps after its checkpoint, or ends without them. The later events
     count.
     """
-    kept, is_resumed = _lasting(events)
+    kept, is_resumed = lasting(events)
     steps = tuple(e for e in kept if isinstance(e, StepResult))
     changes = tuple(e for e in kept if isinstance(e, Changes))
     rank_events = tuple(e for e in kept if isinstance(e, RankEvent))
@@ -270,7 +270,7 @@ def _data_account(events: Sequence[DataEvent], seconds: float) -> DataAccount | 
     return DataAccount(waited / seconds, padding, max(event.skipped for event in events))
 
 
-def _lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
+def lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
     """Returns the events that count, and whether the run was resumed."""
     kept: list[Event] = []
     last, has_ended, is_resumed = -1, False, False
