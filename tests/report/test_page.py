@@ -1,0 +1,61 @@
+"""The page of a run: whole in one file, escaped, and small for long runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
+from dynmo.events import CheckpointEvent, Event, FaultEvent
+from dynmo.report.page import page
+from tests.report.folders import LAYER, end_of, make_run, steps_of
+
+HOSTILE = '<img src=x onerror="alert(1)">$\\frac{'
+
+
+def test_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
+    text = page([make_run(tmp_path / "run", steps_of(5), [LAYER] * 4)])
+    assert "default-src 'none'" in text
+    addresses = set(re.findall(r"""(?:src|href)=["']?([^"' >]+)""", text))
+    assert all(address.startswith("#") for address in addresses), addresses
+    assert set(re.findall(r"https?://[^\"' <]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    events = [*steps_of(3), FaultEvent(2, HOSTILE)]
+    one, other = (make_run(tmp_path / x / HOSTILE.replace("/", ":"), events) for x in "ab")
+    for text in (page([one]), page([one, other])):
+        assert "<img" not in text
+        assert "&lt;img src=x" in text
+
+
+def test_gain_that_did_not_come_is_explained(tmp_path: Path) -> None:
+    move = RebalanceEvent(5, 1, (2, 2), (3, 1), 1 << 20, 0.01, 0.2, "exact: pays")
+    steps = steps_of(9)
+    for load, word in ((6.0, "the machine was busy"), (0.5, "the costs were wrong")):
+        missed = [*steps[:5], move, *steps[5:], RebalanceResultEvent(8, 1, 0.01)]
+        text = page([make_run(tmp_path / word / "run", [*missed, end_of(steps, load)])])
+        assert "+20.0% of a step saved" in text
+        assert "+1.0% of a step saved" in text
+        assert word in text
+    unknown = page([make_run(tmp_path / "run", [*steps[:5], move, *steps[5:]])])
+    assert "not measured: the run ended" in unknown
+
+
+def test_goodput_counts_steps_that_were_done_again(tmp_path: Path) -> None:
+    saved = CheckpointEvent(9, "checkpoints/step-10", 1 << 20, 1.0, 0.5, time=105.0)
+    events: list[Event] = [*steps_of(10), saved, *steps_of(6, begin=8)]
+    run = make_run(tmp_path / "run", events)
+    parts = run.goodput.parts
+    assert parts["steps that count"] == 7.0
+    assert parts["steps done again or skipped"] == 1.0
+    assert parts["saving, while training waits"] == 0.5
+    assert "step 8: went on after a stop; 2 steps were done again" in page([run])
+
+
+def test_long_run_is_a_small_page(tmp_path: Path) -> None:
+    text = page([make_run(tmp_path / "run", steps_of(5000), [LAYER] * 4)])
+    assert len(text) < 1_000_000
