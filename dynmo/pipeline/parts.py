@@ -327,9 +327,7 @@ class Parts:
         if self._trace:
             from dynmo.pipeline.trace import Tracer
 
-            layout = engine.store.layout
-            of_slices = layout.stage_ranks if layout.sliced else None
-            changes.tracer = Tracer(self.world.everyone, engine.clock, self._trace, of_slices)
+            changes.tracer = Tracer(self.world.everyone, engine.clock, self._trace)
 
 
 def _own_state(optimizer: OptimizerHandle, extra: dict[str, Any]) -> dict[str, Any]:

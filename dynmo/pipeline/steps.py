@@ -202,7 +202,7 @@ class Steps:
             changes.loss = record.loss
             self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
         if changes.tracer is not None:
-            changes.tracer.observe(step, record.step_output.intervals)
+            changes.tracer.observe(record, engine.store.layout, engine.schedule_maker.links)
         result = result_of(
             record,
             started,

@@ -1,7 +1,7 @@
-"""Writes a Perfetto / Chrome trace of each rank's F, B, W, sends and waits.
+"""Collects what each rank did when, for a Perfetto / Chrome trace (`trace_events.py`).
 
-Open the trace at ui.perfetto.dev. It has the last steps before every change of the model or of the
-placement, the first steps after it, and the last steps of the run.
+The trace has the last steps before every change of the model or of the placement, the first steps
+after it, and the last steps of the run.
 """
 
 from __future__ import annotations
@@ -9,36 +9,28 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.files import write_whole
+from dynmo.pipeline.trace_events import KINDS, OPTIMIZER, Row, TracedStep, chrome_trace
+from dynmo.plan.partition import Layout
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import TAG_TRACE, check_announced
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.engine.executor import SEND, WAIT, Interval
+from dynmo.runtime.engine.executor import Interval
+from dynmo.runtime.engine.schedule_maker import Links
+from dynmo.runtime.engine.step_reduction import StepRecord
 
 _logger = logging.getLogger(__name__)
 
-_COLOURS = {
-    "F": "thread_state_running",
-    "B": "thread_state_iowait",
-    "W": "thread_state_runnable",
-    "BW": "thread_state_iowait",
-    WAIT: "grey",
-    SEND: "yellow",
-}
-_KINDS = list(_COLOURS)
 _BARRIERS = 9
 # A long run with many changes must not fill the memory. The oldest kept steps make room.
 _MOST_STEPS = 64
-
-# One row of the tensor that is sent: step, kind, stage, microbatch, start, end (seconds since the
-# common origin).
-Row = tuple[int, int, int, int, float, float]
 
 
 class Tracer:
@@ -47,12 +39,12 @@ class Tracer:
     `finish` sends them to rank 0, which writes the file.
     """
 
-    def __init__(
-        self, world: RankGroup, clock: Clock, steps: int, stage_ranks: tuple[int, ...] | None = None
-    ) -> None:
-        self._world, self._clock, self._steps, self._stage_ranks = world, clock, steps, stage_ranks
-        self._recent: deque[list[Row]] = deque(maxlen=steps)
-        self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
+    def __init__(self, world: RankGroup, clock: Clock, steps: int) -> None:
+        self._world, self._clock, self._steps = world, clock, steps
+        # A step whose optimizer may still be running: its intervals, and the optimizer's.
+        self._last: tuple[TracedStep, list[Interval], tuple[Any, Any] | None] | None = None
+        self._recent: deque[tuple[TracedStep, list[Row]]] = deque(maxlen=steps)
+        self._kept: deque[tuple[TracedStep, list[Row]]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
         self._anchor, self._since = self._origin()
 
@@ -75,105 +67,101 @@ class Tracer:
 
         All ranks call it together. Newcomers make a tracer instead.
         """
+        self._settle()
         anchor, since = self._anchor, self._since
         self._anchor, self._since = self._origin()
         later = since + self._clock.elapsed(anchor, self._anchor) - self._since
-        for rows in (self._recent, self._kept):
-            moved = [[(*row[:4], row[4] - later, row[5] - later) for row in each] for each in rows]
-            rows.clear()
-            rows.extend(moved)
+        for steps in (self._recent, self._kept):
+            for _, rows in steps:
+                rows[:] = [
+                    row._replace(start=row.start - later, end=row.end - later) for row in rows
+                ]
 
     def keep_around(self) -> None:
         """Keeps the steps before and after now, because something changes."""
+        self._settle()
         self._kept.extend(self._recent)
         self._recent.clear()
         self._coming = self._steps
 
-    def observe(self, step: int, slices: Sequence[Interval]) -> None:
-        """Takes the intervals of a finished step. The clock must be settled."""
-        if not self._steps or not slices:
+    def observe(self, record: StepRecord, layout: Layout, links: Links) -> None:
+        """Takes a finished step. The clock must be settled but for its optimizer."""
+        output = record.step_output
+        if not self._steps or not output.intervals:
             return
-        elapsed = self._clock.elapsed
+        self._take()
+        step = TracedStep(
+            record.step, record.loss, record.idle_ratio, max(record.spans), layout, links
+        )
+        self._last = step, output.intervals, output.updated
+
+    def _settle(self) -> None:
+        self._clock.settle()
+        self._take()
+
+    def _take(self) -> None:
+        """Reads the marks of the last step."""
+        if self._last is None:
+            return
+        (step, intervals, updated), self._last = self._last, None
+        elapsed, first = self._clock.elapsed, intervals[0]
+        if updated is not None:
+            intervals = [*intervals, Interval(OPTIMIZER, first.stage, 0, *updated)]
         # Times are added from step to step. CUDA gives the time between two marks in milliseconds
         # of float32. Over an hour these are coarser than an op.
-        self._since += elapsed(self._anchor, slices[0].start)
-        self._anchor = anchor = slices[0].start
-        rows: list[Row] = [
-            (
-                step,
-                _KINDS.index(s.kind),
-                s.stage,
-                s.microbatch,
-                self._since + elapsed(anchor, s.start),
-                self._since + elapsed(anchor, s.end),
+        self._since += elapsed(self._anchor, first.start)
+        self._anchor = anchor = first.start
+        replica = self._world.rank % step.layout.replicas
+        rows: list[Row] = []
+        for kind, stage, microbatch, start, end in intervals:
+            busy = self._clock.seconds(start, end)
+            rows.append(
+                Row(
+                    step.number,
+                    KINDS.index(kind),
+                    stage,
+                    microbatch,
+                    replica,
+                    self._since + elapsed(anchor, start),
+                    self._since + elapsed(anchor, end),
+                    elapsed(start, end) if busy is None else busy,
+                )
             )
-            for s in slices
-        ]
-        if self._coming:
-            self._coming -= 1
-            self._kept.append(rows)
-        else:
-            self._recent.append(rows)
+        to = self._kept if self._coming else self._recent
+        self._coming -= bool(self._coming)
+        to.append((step, rows))
 
-    def finish(self, path: Path | None) -> None:
-        """Collects all rows on rank 0, which writes the file. Every rank calls it."""
+    def finish(
+        self, path: Path | None, costs: Callable[[], Sequence[LayerCost]] = tuple[LayerCost]
+    ) -> None:
+        """Collects all rows on rank 0, which writes the file. Every rank calls it.
+
+        Args:
+            path: The file. None writes nothing.
+            costs: Returns the cost of each layer, on all ranks together.
+        """
+        self._settle()
         self._kept.extend(self._recent)
-        rows = [row for step in self._kept for row in step]
-        own_table, world = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6), self._world
+        self._recent.clear()
+        rows, world = [row for _, step in self._kept for row in step], self._world
+        own_table = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(Row._fields))
         counts = world.gather(torch.tensor(len(own_table)), "the traces of every rank").tolist()
+        layers = costs() if any(counts) else ()
         if world.rank:
             if len(own_table):
                 world.wait(world.send(own_table, 0, TAG_TRACE), 0, "room to send its trace")
             return
         tables = [own_table]
         for rank in range(1, world.size):
-            check_announced(counts[rank] * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
-            table = torch.zeros(counts[rank], 6, dtype=torch.float64)
+            table = torch.zeros(counts[rank], len(Row._fields), dtype=torch.float64)
+            check_announced(8 * table.numel(), torch.device("cpu"), f"the trace of rank {rank}")
             if len(table):
                 world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
             tables.append(table)
         if path is not None and self._steps:
-            events = chrome_trace([table.tolist() for table in tables], self._stage_ranks)
+            found = [[Row(*row) for row in table.tolist()] for table in tables]
+            trace = chrome_trace(found, [step for step, _ in self._kept], layers)
             try:
-                write_whole(path, json.dumps(events))
+                write_whole(path, json.dumps(trace, separators=(",", ":")))
             except OSError as error:  # a lost trace must not end the run
                 _logger.warning(f"{path} cannot be written: {error.strerror}")
-
-
-def chrome_trace(
-    tables: Sequence[Sequence[Sequence[float]]], stage_ranks: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """Converts the rows of every rank to the Trace Event Format.
-
-    Each rank is a thread, and so is each slice of a GPU. Times are in microseconds.
-
-    Args:
-        tables: Rows of each process.
-        stage_ranks: The slice that holds each stage. None if a process is one rank.
-    """
-    slices = 1 if stage_ranks is None else max(stage_ranks) + 1
-    names = [("thread_name", rank, f"rank {rank}") for rank in range(slices * len(tables))]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": name, "pid": 0, "tid": thread, "args": {"name": text}}
-        for name, thread, text in [*names, ("process_name", 0, "dynmo")]
-    ]
-    for process, rows in enumerate(tables):
-        for step, code, stage, microbatch, start, end in rows:
-            kind, slice_ = _KINDS[int(code)], stage_ranks[int(stage)] if stage_ranks else 0
-            # Both ends are rounded, not the length. Otherwise neighbours could overlap, and viewers
-            # would show them nested.
-            ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": slice_ * len(tables) + process,
-                    "name": f"{kind}{' ' * (kind in (WAIT, SEND))}{int(microbatch)}",
-                    "cat": kind,
-                    "cname": _COLOURS[kind],
-                    "ts": ts,
-                    "dur": round(stop - ts, 1),
-                    "args": {"step": int(step), "stage": int(stage), "microbatch": int(microbatch)},
-                }
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -205,7 +205,7 @@ class Measured(_View):
         """
         tracer = self._changes.tracer
         if tracer is not None:
-            tracer.finish(None if path is None else Path(path))
+            tracer.finish(None if path is None else Path(path), self._engine.costs)
 
 
 class CaseView(_View):

@@ -50,6 +50,7 @@ class StepOutput:
         work: Operations of this replica's batch, as the caller counts them, on the first stage.
         router_losses: What routers add to the losses, on the last stage of a model that has them.
         undo: Gives buffers and generators of the layers the values from before the step.
+        updated: Marks before and after the optimizer. None if it has not run.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -59,6 +60,7 @@ class StepOutput:
     work: Tensor | float = 0.0
     router_losses: list[Tensor] = field(default_factory=list[Tensor])
     undo: Callable[[], None] = lambda: None
+    updated: tuple[Any, Any] | None = None
 
 
 class Executor:

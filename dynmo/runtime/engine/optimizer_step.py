@@ -61,7 +61,7 @@ class OptimizerStep:
         if failed == NON_FINITE:
             result = self.overflowed(result)
         else:
-            self.apply(result.squared_norms, settings.rates, settings.max_norm)
+            self.apply(result, settings.rates, settings.max_norm)
             self.observe_update()
         self.drop_gradients()
         self._store.tied.publish(self._store.frozen.layers)
@@ -138,7 +138,9 @@ class OptimizerStep:
         frozen = self._store.frozen.layers
         return {i: each for i, each in sorted(self._store.optimizers.items()) if i not in frozen}
 
-    def apply(self, squared_norms: Sequence[float], rates: Rates, max_norm: float) -> None:
+    def apply(self, record: StepRecord, rates: Rates, max_norm: float) -> None:
+        mark, squared_norms = self.table.clock.mark, record.squared_norms
+        start = mark()
         norm = math.sqrt(math.fsum(squared_norms))
         local = self.clip_scope == "local"
         self._store.update.step(
@@ -149,6 +151,7 @@ class OptimizerStep:
             rates,
         )
         self.share()
+        record.step_output.updated = start, mark()
 
     def share(self) -> None:
         """Exchanges the shares of updated parameters with the other replicas, with ZeRO-1."""

@@ -169,7 +169,7 @@ class PostValidation:
             self._pending, self.is_halfway = pending, not self.copies
             # The step assumes that the global norm will not clip. A layer's own norm is known.
             limit = settings.max_norm if self._end.clip_scope == "local" else 0.0
-            self._end.apply(known.squared_norms, settings.rates, limit)
+            self._end.apply(known, settings.rates, limit)
             self.is_halfway = False
         self.ring.pass_on(self._end.table.complete(prefix) if self.ring.completes else prefix)
         self._pending, pending.ended = pending, True
@@ -220,7 +220,7 @@ class PostValidation:
             self.is_halfway = True
             self._take_back(pending)
             if failed == CLIPPED:
-                end.apply(result.squared_norms, rates, max_norm)
+                end.apply(result, rates, max_norm)
             self.is_halfway = False
             if failed == NON_FINITE and end.is_overflow(result):
                 result = end.overflowed(result)

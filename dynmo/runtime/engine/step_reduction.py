@@ -107,7 +107,7 @@ class StepReduction:
     """The table as this rank fills it in and reads it. float64, [replicas, length]."""
 
     def __init__(self, store: LayerStore, clock: Clock) -> None:
-        self._store, self._clock = store, clock
+        self._store, self.clock = store, clock
 
     @property
     def length(self) -> int:
@@ -139,7 +139,7 @@ class StepReduction:
 
     def entries(self, step_output: StepOutput, flag: int) -> Tensor:
         """Returns this rank's entries of its replica's row. Its gradients must be complete."""
-        store, clock = self._store, self._clock
+        store, clock = self._store, self.clock
         layout, layers, end = store.layout, store.model.layers, self._losses_end
         row = torch.zeros(self.length, dtype=torch.float64)
         norms, losses = row[:layers], row[layers:end].view(self._sums, -1)
