@@ -4,6 +4,7 @@
 # make matrix the long tests: combinations of what `make test` covers one by one
 # make docs   the commands, the code and the figures of the documents
 # make browser  the pages that dynmo makes, in headless Chromium
+# make site   the documentation as pages, in site/. `python -m http.server -d site` shows them.
 # make clusters  a real Slurm, a real Ray and the API of Kubernetes
 # make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
 #             ONLY="cases joined": some benchmarks.
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All tests with ranks go to one of two processes, so that there is one pool of ranks.
 TWO := --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test quick matrix docs browser clusters results gpu check format clean
+.PHONY: demo test quick matrix docs browser site clusters results gpu check format clean
 
 # What the demo needs: no packages of tests, and the compiled loops of its planner alone.
 $(DEMO): pyproject.toml constraints.txt
@@ -75,6 +76,10 @@ browser: $(READY)
 	$(BIN)/python -m pytest -m browser
 	@.ci/suite passed browser
 
+site: $(READY)
+	$(BIN)/python -m docs.tools.site
+	$(BIN)/zensical build --strict
+
 clusters: $(READY)
 	$(BIN)/python -m pytest -m clusters
 	@.ci/suite passed clusters
@@ -97,4 +102,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist runs site .cache .pytest_cache .ruff_cache .hypothesis

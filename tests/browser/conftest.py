@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CHROMIUM = Path("/usr/bin/chromium")
 HERE = (None, "127.0.0.1", "localhost", "::1")
 """Hosts that are this machine. Files, data and blobs have none."""
-ARGUMENTS = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost"]
+RESOLVE = "MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1, EXCLUDE [::1]"
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,8 @@ def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip("no Chromium: .ci/install-chromium")
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        arguments = ["--no-sandbox", f"--host-resolver-rules={RESOLVE}"]
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield chromium
         chromium.close()
 
