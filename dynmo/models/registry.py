@@ -35,6 +35,8 @@ def load_model(
 ) -> Model:
     """Loads one of dynmo's own models, or makes one of a user's function.
 
+    With `torch.device("meta")` a model of the kind "hf" needs no weights. It can then be planned.
+
     Args:
         options: Kind and sizes of the model.
         seed: Seed of the initial weights.
@@ -52,7 +54,9 @@ def load_model(
     if options.kind == "hf":
         from dynmo.models.huggingface.model import make
 
-        return make(options, seed, loss)
+        only_shapes = torch.get_default_device().type == "meta"
+        with torch.device("cpu"):
+            return make(options, seed, loss, only_shapes=only_shapes)
     if loss is not None:
         raise ConfigError(
             f'loss needs a model of kind "hf", not "{options.kind}"; give a model of your own its '

@@ -315,7 +315,7 @@ def _plan_of(
     partition = first_partition(options, model.layers, schedule=name)
     ranks, replicas = options.pipeline, options.replicas
     full = full_schedule(name, ranks, options.microbatches, options.chunks)
-    recompute = recompute_for(options, model)
+    recompute = recompute_for(options, model, costs if activations_unknown is None else None)
     recomputed = frozenset(
         recompute(partition, full, replicas) if callable(recompute) else recompute
     )

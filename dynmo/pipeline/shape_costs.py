@@ -323,10 +323,17 @@ def _is_frozen(layer: Layer) -> bool:
     return not any(p.requires_grad for p in layer.module.parameters())
 
 
-def recompute_for(options: PipelineOptions, model: Model) -> RecomputeRule:
+def recompute_for(
+    options: PipelineOptions, model: Model, known: Sequence[LayerCost] | None = None
+) -> RecomputeRule:
     """Returns `train.recompute` as a pipeline takes it.
 
     "auto" depends on shapes alone. All ranks therefore choose alike, whatever they measure.
+
+    Args:
+        options: Options of the pipeline.
+        model: The model to train.
+        known: The costs from shapes with the replicas of `options`, if the caller has them.
     """
     recompute, limit = options.recompute, options.memory_limit
     if isinstance(recompute, tuple):
@@ -336,6 +343,8 @@ def recompute_for(options: PipelineOptions, model: Model) -> RecomputeRule:
 
     @cache
     def costs_for(replicas: int) -> tuple[LayerCost, ...]:
+        if known is not None and replicas == options.replicas:
+            return recompute_as_workspace(known, ())
         try:
             return recompute_as_workspace(shape_costs(options, model, replicas), ())
         except ActivationsUnknown as error:

@@ -146,9 +146,14 @@ def model_of(config: Config) -> Model:
 
 
 def _shapes_of(config: Config) -> Model:
-    """Loads the model without memory, if a user's function can make it on the meta device."""
-    if config.model.kind.startswith("python:"):
-        with contextlib.suppress(ConfigError), torch.device("meta"):
+    """Loads the model without memory, if a user's function can make it on the meta device.
+
+    A folder of transformers needs no weights there.
+    """
+    is_own = config.model.kind.startswith("python:")
+    if is_own or config.model.kind == "hf":
+        tries = contextlib.suppress(ConfigError) if is_own else contextlib.nullcontext()
+        with tries, torch.device("meta"):
             return model_of(config)
     return model_of(config)
 

@@ -50,6 +50,14 @@ def test_dry_run_shows_bytes_on_disk_and_cut_blocks(folder: Path, run: Run) -> N
     assert sum(plan["disk"]) == 4 * sum(plan["parameters"])
 
 
+def test_dry_run_needs_no_weights(folder: Path, run: Run) -> None:
+    with_weights = json.loads(run(folder, "run.toml", "--dry-run", "--json").out)
+    (folder / "model" / "model.safetensors").unlink()
+    done = run(folder, "run.toml", "--dry-run", "--json")
+    assert json.loads(done.out) == with_weights | {"disk": [0, 0]}
+    assert "model has no weights, and a plan needs none" in done.err
+
+
 def test_a_plan_of_another_model_says_nothing_of_files(folder: Path, run: Run) -> None:
     sets = ["model.kind=gpt", "model.hidden=16", "model.heads=2", "model.blocks=1"]
     done = run(folder, "run.toml", "--dry-run", "--json", sets=sets)

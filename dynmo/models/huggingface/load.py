@@ -80,6 +80,11 @@ class Reader(ExitStack):
         return self._files[file]
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, or an index of them."""
+    return any(file for pattern in ("*.safetensors*", "*.bin*") for file in folder.glob(pattern))
+
+
 def stored_in(folder: Path, named: str | None = None) -> dict[str, Stored]:
     """Returns the tensors of a folder's files by their keys. Reads headers only.
 

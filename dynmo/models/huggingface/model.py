@@ -32,7 +32,7 @@ from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, layer_specs
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.layers import TypesAt
-from dynmo.models.huggingface.load import Weights, weights_of
+from dynmo.models.huggingface.load import Weights, has_weights, weights_of
 from dynmo.models.huggingface.names import FolderClass, folder_class_of
 from dynmo.models.huggingface.private import initialise, types_after_loading
 from dynmo.models.huggingface.probe import (
@@ -241,14 +241,29 @@ def from_pretrained(  # noqa: PLR0913
     )
 
 
-def make(options: ModelOptions, seed: int, loss: Loss | None = None) -> HuggingFaceModel:
-    """Makes the model that a configuration file names."""
+def make(
+    options: ModelOptions, seed: int, loss: Loss | None = None, *, only_shapes: bool = False
+) -> HuggingFaceModel:
+    """Makes the model that a configuration file names.
+
+    Args:
+        options: The section `model` of the file.
+        seed: Seed of weights that are drawn, and of adapters.
+        loss: As `from_pretrained` takes it.
+        only_shapes: Whether a folder with a config alone is enough.
+    """
     if not options.path:
         raise ConfigError('model.kind = "hf" needs model.path, the folder of a transformers model')
     lora = options.lora
+    source: str | PreTrainedConfig = options.path
+    if only_shapes and not has_weights(Path(source)):
+        source = read_config(Path(source), options.trust_remote_code)
+        _logger.warning(
+            f"{options.path} has no weights, and a plan needs none; download them before you train"
+        )
     try:
         model = from_pretrained(
-            options.path,
+            source,
             cut=options.cut,
             lora=None if lora is None else _adapters_module().lora_config(lora),
             float32_adapters=lora is not None and lora.float32,
