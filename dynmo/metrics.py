@@ -3,6 +3,7 @@
     csv           numbers.csv: a row for each step
     tensorboard   files for TensorBoard
     wandb         Weights & Biases, or its folder alone with WANDB_MODE=offline
+    opentelemetry spans (`spans.py`)
     python:...    a sink of one's own
 
 A name is that of the event and of its field: `step/loss`, `eval/loss`, `data/waited`. A field of a
@@ -189,16 +190,16 @@ class WandB(_Rows):
         self._run.finish()
 
 
-def _module(name: str) -> Any:
+def _module(name: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        package = name.rpartition(".")[2]
+        package = package or name.rpartition(".")[2]
         raise ConfigError(not_installed(package)) from None
 
 
 def open_sink(kind: str, folder: Path, name: str) -> NumberSink:
-    """Opens csv, tensorboard, wandb or `python:package.module:function` in a run's folder.
+    """Opens a sink of `metrics.to` in a run's folder.
 
     Raises:
         ConfigError: A package is missing, or the function returns no sink.
@@ -213,4 +214,6 @@ def open_sink(kind: str, folder: Path, name: str) -> NumberSink:
         return cast(NumberSink, sink)
     if kind == "csv":
         return Csv(folder / "numbers.csv")
+    if kind == "opentelemetry":
+        return cast(NumberSink, _module("dynmo.spans", "opentelemetry-sdk").Spans(name))
     return TensorBoard(folder / "tensorboard") if kind == "tensorboard" else WandB(folder, name)

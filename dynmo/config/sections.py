@@ -221,14 +221,18 @@ class MetricsSection(Options):
 
     to: Annotated[
         tuple[
-            Literal["csv", "tensorboard", "wandb"]
-            | Annotated[str, written(OWN, "csv, tensorboard, wandb or python:module:function")],
+            Literal["csv", "tensorboard", "wandb", "opentelemetry"]
+            | Annotated[
+                str,
+                written(OWN, "csv, tensorboard, wandb, opentelemetry or python:module:function"),
+            ],
             ...,
         ],
         Lax,
     ] = ()
     """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard), `wandb` (with
-    `WANDB_MODE=offline` on this machine alone) and `python:package.module:function`."""
+    `WANDB_MODE=offline` on this machine alone), `opentelemetry` (spans, to where the variables
+    `OTEL_*` say) and `python:package.module:function`."""
     peak_flops: Positive | None = None
     """FLOP/s that a rank can do in `train.precision`, for the utilization of a step. Not set: the
     data sheet's figure if the GPU is a known one, without sparsity."""
