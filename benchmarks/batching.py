@@ -25,7 +25,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.harness import train
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import WIDTH, add_number, markdown, parser_of, pyplot, run
 from benchmarks.waiting import functions, save_model
 from dynmo.data.grouping import RowCost, grouped, packed
 from dynmo.data.order import Order
@@ -227,16 +227,17 @@ def real_table(result: dict[str, Any]) -> str:
     return markdown(["microbatches", "counted tokens/s", "over rows", "by arithmetic"], rows)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws how many samples have which length: a panel for each source."""
     plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3), sharey=True)
     for axes, (source, found) in zip(panels, result["histogram"].items(), strict=True):
         edges, counts = found["edges"], found["counts"]
         axes.bar(range(len(counts)), counts, width=0.9, color="#0072b2")
         axes.set_xticks(range(len(counts)), [str(edge) for edge in edges[:-1]], rotation=60)
         axes.set(title=source, xlabel="tokens, from ... to the next")
     panels[0].set_ylabel("samples")
-    save_picture(figure, path)
+    return {"batching": figure}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -244,7 +245,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="batching", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "steps", 50, "simulated steps")
     add_number(parser, "rounds", 3, "runs of each way")
     add_number(parser, "real_steps", 30, "steps of a run")

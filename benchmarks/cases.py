@@ -50,7 +50,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -68,7 +67,16 @@ from benchmarks.cases_race import (
 )
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    HATCHES,
+    WIDTH,
+    add_number,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from benchmarks.published import PUBLISHED
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.plan.partition import Partition, uniform
@@ -329,20 +337,23 @@ def overhead_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, lines)
 
 
-def draw_overhead(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the costs of balancing by part, as the right of the paper's figure 4."""
-    figure, axes = pyplot().subplots(figsize=(7, 2.8), layout="constrained")
+    rows = result["rows"]
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 3.2))
     below = [0.0] * len(rows)
-    for (part, name), colour in zip(PARTS.items(), ("#56b4e9", "#0072b2", "#d55e00"), strict=True):
+    looks = zip(("#56b4e9", "#0072b2", "#d55e00"), HATCHES, strict=False)
+    for (part, name), (colour, hatch) in zip(PARTS.items(), looks, strict=True):
         shares = [100 * row["overhead"][part] / row["seconds"]["dynmo"] for row in rows]
-        axes.bar(range(len(rows)), shares, 0.6, bottom=below, color=colour, label=name)
+        look = {"color": colour, "hatch": hatch, "edgecolor": "white"}
+        axes.bar(range(len(rows)), shares, 0.6, bottom=below, label=name, **look)
         below = [a + b for a, b in zip(below, shares, strict=True)]
     axes.set_xticks(
         range(len(rows)), [row["case"].replace("_", "\n", 1).replace("_", " ") for row in rows]
     )
-    axes.set(ylabel="% of the run", axisbelow=True)
-    axes.legend(frameon=False)
-    save_picture(figure, path)
+    axes.set_ylabel("% of the run")
+    legend_above(figure, len(PARTS))
+    return {"overhead": figure}
 
 
 def best_static(row: dict[str, Any]) -> str:
@@ -372,7 +383,7 @@ def measure(cases: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="overhead", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     parser.add_argument(
         "--case",
         choices=CASES,
@@ -402,7 +413,7 @@ def main() -> None:
             overhead_table(x["rows"]),
             sep="\n\n",
         ),
-        lambda x, path: draw_overhead(x["rows"], path),
+        draw,
     )
 
 

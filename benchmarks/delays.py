@@ -21,14 +21,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_traces import trace
 from benchmarks.delay_model import base_of, makespan, placements
 from benchmarks.delays_emulated import emulated_table
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from dynmo.schedule.catalogue import make
 
 BLOCKS, RANKS = 48, 24
@@ -91,38 +98,35 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n{emulated_table(result['emulated'])}")
 
 
-def draw_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws the speed-up of each side by the longest delay: a panel for each setting."""
+    rows = result["rows"]
     plt = pyplot()
     settings = list(dict.fromkeys((x["where"], x["base"]) for x in rows))
     figure, panels = plt.subplots(
-        1, len(settings), figsize=(8, 2.8), sharey=True, squeeze=False, layout="constrained"
+        1, len(settings), figsize=(WIDTH, 2.8), sharey=True, squeeze=False
     )
     for (where, share), axes in zip(settings, panels[0], strict=True):
         own = [x for x in rows if (x["where"], x["base"]) == (where, share)]
-        for name, colour in zip(SIDES, ("#999999", "#d55e00", "#0072b2"), strict=True):
-            axes.plot(
-                [x["factor"] for x in own],
-                [x[name] for x in own],
-                marker="o",
-                markersize=3,
-                color=colour,
-                label=name,
-            )
+        looks = (("#777777", "s:"), ("#d55e00", "^--"), ("#0072b2", "o-"))
+        for name, (colour, look) in zip(SIDES, looks, strict=True):
+            x, y = [x["factor"] for x in own], [x[name] for x in own]
+            axes.plot(x, y, look, color=colour, label=name)
         axes.set(title=f"{where}, {share:.0%} of F", xlabel="delays up to", xticks=FACTORS)
     panels[0][0].set_ylabel("speed-up over static")
-    panels[0][-1].legend(frameon=False)
-    save_picture(figure, path)
+    legend_above(figure, len(SIDES))
+    return {"delays": figure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="delays", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 6, "of the 24 moments, every so many-th")
     add_number(parser, "draws", 3, "draws of all messages")
     add_number(parser, "settings", len(SETTINGS), "so many of the settings")
     add_number(parser, "pairs", 3, "turns of the emulated placements")
     add_number(parser, "shortest", 0.01, "seconds of the shortest emulated op")
     parser.add_argument("--only", choices=["all", "simulated", "emulated"], default="all")
-    run(parser, measure, show, lambda result, path: draw_picture(result["rows"], path))
+    run(parser, measure, show, draw)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,21 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, timeline, trace
 from benchmarks.expert_loads import Counts, draw_counts
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    bars,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from benchmarks.published import PUBLISHED
 from dynmo.cases.experts.search import expert_moves, load_bound, loads_of, place_experts
 from dynmo.cost.layer_cost import LayerCost
@@ -383,25 +391,26 @@ def trace_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, lines, "r" * len(head))
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the speed-ups of each row beside the paper's range."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    names = ("experts placed", "layers balanced", "both", "perfect")
-    for offset, (name, colour) in enumerate(
-        zip(names, ("#56b4e9", "#d55e00", "#0072b2", "#bbbbbb"), strict=True)
-    ):
-        x = [i + 0.2 * (offset - 1.5) for i in range(len(rows))]
-        bars = axes.bar(x, [row["gain"][name] for row in rows], 0.19, color=colour, label=name)
-        axes.bar_label(bars, fmt="%.2f", fontsize=6)
-    axes.axhspan(1.21, 1.23, color="#009e73", alpha=0.4, label="the paper's")
-    axes.set_xticks(
-        range(len(rows)),
-        [f"skew {x['skew']}\n{x['expert']} replicas\n{x['per_rank']} experts each" for x in rows],
+    rows = result["rows"]
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 3.8))
+    sides = {
+        "experts placed": "#56b4e9",
+        "layers balanced": "#d55e00",
+        "both": "#0072b2",
+        "perfect": "#bbbbbb",
+    }
+    groups = [f"skew {x['skew']}\n{x['expert']} replicas\n{x['per_rank']} each" for x in rows]
+    bars(axes, groups, {name: (sides[name], [x["gain"][name] for x in rows]) for name in sides})
+    axes.axhspan(1.21, 1.23, color="#333333", alpha=0.4, label="the paper's", zorder=0)
+    axes.set(
+        xlabel="skew of the loads, replicas, experts on a rank",
+        ylabel="speed-up over static, simulated",
+        ylim=(0.9, None),
     )
-    axes.set(ylabel="speed-up over static, simulated", ylim=(0.9, None), axisbelow=True)
-    axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
-    save_picture(figure, path)
+    legend_above(figure, 5)
+    return {"experts": figure}
 
 
 def measure(stride: int) -> dict[str, Any]:
@@ -430,13 +439,13 @@ def measure(stride: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="experts", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
     run(
         parser,
         lambda options: measure(options.stride),
         show,
-        lambda result, path: draw(result["rows"], path),
+        draw,
     )
 
 

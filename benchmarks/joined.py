@@ -23,14 +23,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks import cost_traces
 from benchmarks.cost_traces import Layers, in_blocks, name_of, profile_of, timeline, trace
 from benchmarks.harness import train
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    bars,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from dynmo.plan.bisection import exact
 from dynmo.plan.chunks import chunked, flowing
 from dynmo.plan.costs import one_microbatch, with_unit_memory
@@ -241,44 +249,34 @@ def emulated_table(result: dict[str, Any]) -> str:
     return markdown(["case", "ranks", "step, s", "simulated, s", "ratio"], rows)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """What each paper brings, and both: the most blocks on the most ranks."""
-    plt = pyplot()
     rows = _deepest(result)
     counts = sorted({row["microbatches"] for row in rows})
-    figure, panels = plt.subplots(
-        1, len(counts), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    figure, panels = pyplot().subplots(
+        len(counts), figsize=(WIDTH, 2.6 * len(counts)), sharex=True, squeeze=False
     )
-    labels = {
-        "1f1b": "neither (1F1B, even)",
-        "zb-h1": "Zero Bubble (ZB-H1, even)",
-        "contiguous": "DynMo with zb-auto, contiguous",
-        "V, even": "zb-v, even loads",
-        "ours": "both together",
+    looks = {
+        "1f1b": ("neither (1F1B, even)", "#999999"),
+        "zb-h1": ("Zero Bubble (ZB-H1, even)", "#e69f00"),
+        "contiguous": ("DynMo with zb-auto, contiguous", "#56b4e9"),
+        "V, even": ("zb-v, even loads", "#cc79a7"),
+        "ours": ("both together", "#009e73"),
     }
-    colours = ("#999999", "#e69f00", "#56b4e9", "#cc79a7", "#009e73")
-    for axes, m in zip(panels[0], counts, strict=True):
+    for axes, m in zip(panels[:, 0], counts, strict=True):
         own = [row for row in rows if row["microbatches"] == m]
-        for i, (side, label) in enumerate(labels.items()):
-            axes.bar(
-                [x + 0.17 * (i - 2) for x in range(len(own))],
-                [row["over_perfect"][side] for row in own],
-                width=0.16,
-                color=colours[i],
-                label=label,
-            )
-        for x, row in enumerate(own):
-            bound = row["over_perfect"]["bound"]
-            axes.plot([x - 0.45, x + 0.45], [bound, bound], color="black", linewidth=1)
-        axes.set_xticks(
-            range(len(own)),
-            [name_of(row["case"], row["sequence"]).replace(" ", "\n", 1) for row in own],
-            fontsize=7,
+        over = [row["over_perfect"] for row in own]
+        sides = {name: (colour, [x[key] for x in over]) for key, (name, colour) in looks.items()}
+        bars(axes, [name_of(row["case"], row["sequence"]) for row in own], sides)
+        for x, one in enumerate(over):
+            axes.plot([x - 0.45, x + 0.45], [one["bound"]] * 2, "k", label="lower bound")
+        axes.set(
+            title=f"{own[0]['ranks']} ranks, {m} microbatches",
+            ylabel="span over perfect",
+            ylim=(0.9, None),
         )
-        axes.set(title=f"{own[0]['ranks']} ranks, {m} microbatches", ylim=(0.9, None))
-    panels[0][0].set_ylabel("span over perfect")
-    panels[0][-1].legend(fontsize=7, frameon=False)
-    save_picture(figure, path)
+    legend_above(figure, 3)
+    return {"joined": figure}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -289,7 +287,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="joined", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     parser.add_argument("--only", choices=["all", "simulated", "emulated"], default="all")
     add_number(parser, "stride", 1, "take every n-th depth and number of ranks")
     add_number(parser, "steps", 10, "steps of emulated ranks")

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness import train_each
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import WIDTH, add_number, markdown, parser_of, pyplot, run
 from benchmarks.quality import config_of
 from dynmo.change_events import TokensEvent
 from dynmo.config import Config
@@ -226,20 +225,15 @@ def table(result: dict[str, Any]) -> str:
     return markdown(head, lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the held-out loss by compute: a panel a case, the dense run in each."""
     plt = pyplot()
-    styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
+    styles = (("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", "-.", "^"))
     cases = list(dict.fromkeys(row["name"].split(",")[0] for row in result["rows"]))
     figure, grid = plt.subplots(
-        1,
-        len(cases),
-        figsize=(4.5 * len(cases), 3.6),
-        sharey=True,
-        layout="constrained",
-        squeeze=False,
+        len(cases), figsize=(WIDTH, 2.8 * len(cases)), sharex=True, sharey=True, squeeze=False
     )
-    panels = grid[0]
+    panels = grid[:, 0]
     for axes, case in zip(panels, cases, strict=True):
         axes.plot(
             *zip(*result["dense"]["curve"], strict=True),
@@ -248,7 +242,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             label=f"dense: {result['dense']['loss']:.3f}",
         )
         shown = [row for row in result["rows"] if row["name"].startswith(case)]
-        for row, (colour, line) in zip(shown, styles, strict=False):
+        for row, (colour, line, marker) in zip(shown, styles, strict=False):
             name = row["name"].removeprefix(f"{case}, ")
             axes.plot(
                 *zip(*row["curve"], strict=True),
@@ -256,22 +250,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 linestyle=line,
                 label=f"{name}: {row['loss']:.3f}",
             )
-            axes.plot(row["dense"]["steps"], row["dense"]["loss"], "o", color=colour, markersize=4)
-        axes.set(title=case, xlabel="compute, in dense steps")
-        axes.legend(frameon=False, title="dots: dense, equal compute")
-        axes.grid(color="#dddddd")
-    panels[0].set_ylabel("held-out loss, nats a byte")
+            axes.plot(row["dense"]["steps"], row["dense"]["loss"], marker, color=colour)
+        axes.plot([], [], "ko", markerfacecolor="white", label="dense, equal compute")
+        axes.set(title=case, ylabel="held-out loss, nats a byte")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    panels[-1].set_xlabel("compute, in dense steps")
     late = [
         loss
         for run in (result["dense"], *result["rows"])
         for _, loss in run["curve"][len(run["curve"]) // 4 :]
     ]
     panels[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
-    save_picture(figure, path)
+    name = "learning_experts" if cases == ["experts"] else "learning"
+    return {name: figure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="learning", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     parser.add_argument(
         "--what",
         choices=list(RUNS),

@@ -12,12 +12,19 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import OPTIMIZER, run_ranks
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from dynmo.change_events import ChangeEvent, RebalanceEvent
 from dynmo.config import parse
 from dynmo.events import Event, PostValidationEvent, RollbackEvent, StepResult
@@ -136,22 +143,29 @@ def table(result: dict[str, Any]) -> str:
     return markdown(["side", "seconds", "loss at the end", "moves", "steps taken back"], rows)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws the milliseconds of a step and the loss of both sides."""
     plt = pyplot()
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 4), sharex=True, layout="constrained")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.2), sharex=True)
     turn = result["turn"]
-    for name, colour in zip(SIDES, ("#999999", "#009e73"), strict=True):
+    for name, colour, line in zip(SIDES, ("#d55e00", "#0072b2"), ("--", "-"), strict=True):
         side = result[name]
         steps = [turn * (i + 0.5) for i in range(len(side["seconds_of_turns"]))]
         milliseconds = [1000 * seconds / turn for seconds in side["seconds_of_turns"]]
-        above.plot(steps, milliseconds, color=colour, label=name, linewidth=1)
-        below.plot(steps, side["losses_of_turns"], color=colour, linewidth=1)
-    for move in result["balanced"]["moves"]:
-        above.axvline(move["step"], color="#0072b2", linewidth=0.5)
+        above.plot(steps, milliseconds, line, color=colour, label=name, linewidth=1)
+        below.plot(steps, side["losses_of_turns"], line, color=colour, linewidth=1)
+    moves = [move["step"] for move in result["balanced"]["moves"]]
+    above.plot(
+        moves,
+        [0.02] * len(moves),
+        "k|",
+        label="a move of layers",
+        transform=above.get_xaxis_transform(),
+    )
     above.set(ylabel="ms a step", ylim=(0, None))
-    above.legend(frameon=False)
-    below.set(xlabel="step; a line is a move of layers", ylabel="loss")
-    save_picture(figure, path)
+    legend_above(figure, len(SIDES) + 1)
+    below.set(xlabel="step", ylabel="loss")
+    return {"long_run": figure}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -160,7 +174,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="long_run", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "steps", 10_000, "of each side")
     add_number(parser, "turn", 100, "steps of a side before the other one goes on")
     add_number(parser, "blocks", 4, "blocks of the model")

@@ -12,16 +12,32 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-STYLE: Mapping[str, Any] = {
+WIDTH = 7.2
+"""Inches of a picture, which is as wide as a page's text. Its letters are then not made smaller."""
+HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
+"""Of bars side by side, which then differ without colour."""
+_STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "dynmo",  # the ids of a picture's parts depend on this salt alone
+    "figure.constrained_layout.use": True,
     "font.size": 9,
+    "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#dddddd",
+    "hatch.linewidth": 0.8,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.5,
 }
-"""Settings of matplotlib for all pictures with a style of their own."""
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -43,31 +59,37 @@ def run(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     show: Callable[[dict[str, Any]], object],
-    draw: Callable[[dict[str, Any], Path], object] | None = None,
+    draw: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Measures, or takes the figures of `--read`. Then draws and prints them."""
+    """Measures, or takes the figures of `--read`. Then draws and prints them.
+
+    `draw` returns figures of matplotlib by the name of their picture. A module calls it `draw`.
+    """
     options = parser.parse_args()
     if getattr(options, "read", None):
         result = json.loads(options.read.read_text())
     else:
         result = measure(options) | {"machine": machine()}
     if draw and options.plot:
-        draw(result, options.plot)
+        save_pictures(draw(result), options.plot)
     if options.json:
         print(json.dumps(result))
     else:
         show(result)
 
 
-def parser_of(about: str | None, picture: str = "", reads: bool = False) -> argparse.ArgumentParser:
+def parser_of(
+    about: str | None, draws: bool = False, reads: bool = False
+) -> argparse.ArgumentParser:
     """Returns a parser with the options that benchmarks share."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    if picture:
-        text = f"draw it, like docs/pictures/{picture}.svg"
-        parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    if draws:
+        text = "draw the pictures (default: of docs/pictures)"
+        plot = {"nargs": "?", "const": PICTURES, "metavar": "FOLDER"}
+        parser.add_argument("--plot", type=Path, help=text, **plot)
     if reads:
         text = "figures of an earlier --json, instead of measuring"
         parser.add_argument("--read", type=Path, metavar="FILE", help=text)
@@ -125,22 +147,51 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = ""
 # -- pictures --------------------------------------------------------------------------------------
 
 
-def pyplot(style: Mapping[str, Any] = STYLE) -> Any:
+def pyplot() -> Any:
     """Returns `matplotlib.pyplot`, which then draws the same figures as the same text."""
     import matplotlib as mpl
 
     mpl.use("svg")
-    # The ids of a picture's parts depend on this salt alone.
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", **style}
+    mpl.rcParams.update(_STYLE)
     import matplotlib.pyplot as plt
 
     return plt
 
 
-def save_picture(figure: Any, path: Path) -> None:
-    """Saves a figure as SVG without a date, and closes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    pyplot({}).close(figure)
-    # Matplotlib ends some lines with a space.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+def legend_above(figure: Any, columns: int) -> None:
+    """Adds one legend of all panels above them."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
+
+
+def bars(
+    axes: Any, groups: Sequence[str], sides: Mapping[str, tuple[str, Sequence[float]]]
+) -> None:
+    """Draws groups of bars side by side.
+
+    Args:
+        axes: The panel.
+        groups: Name of each group. Lines of over 11 letters are broken.
+        sides: For each side its colour and its height in each group.
+    """
+    step = 0.84 / len(sides)
+    places = range(len(groups))
+    for i, (name, (colour, heights)) in enumerate(sides.items()):
+        x = [place + step * (i - (len(sides) - 1) / 2) for place in places]
+        look = {"color": colour, "hatch": HATCHES[i], "edgecolor": "white"}
+        axes.bar(x, heights, 0.95 * step, label=name, **look)
+    axes.set_xticks(places, ["\n".join(fill(x, 11) for x in name.split("\n")) for name in groups])
+
+
+def save_pictures(figures: Mapping[str, Any], folder: Path) -> None:
+    """Saves figures as SVG without a date, and closes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        path = folder / f"{name}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        pyplot().close(figure)
+        # Matplotlib ends some lines with a space.
+        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")

@@ -11,9 +11,8 @@ seconds      to a schedule in a warm process, and from the start of Python in a 
              with the compiled code on disk; and in the very first one, which compiles it. The
              best of several runs, on uneven stages.
 
-`--plot` draws how the warm time grows with p and m into docs/pictures/planner_growth.svg. The curve
-is not smooth: a search ends where it meets the bound, and its budget grows from 24 ranks and 96
-microbatches on.
+growth       the warm seconds by p, and by m. The curve is not smooth: a search ends where it meets
+             the bound, and its budget grows from 24 ranks and 96 microbatches on.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import elapsed
-from benchmarks.output import PICTURES, add_number, parser_of, pyplot, run, save_picture
+from benchmarks.output import WIDTH, add_number, parser_of, pyplot, run
 from benchmarks.published import costs_of, table_5
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import DynmoError
@@ -43,7 +42,6 @@ from dynmo.schedule.op import validate
 from dynmo.schedule.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
-PICTURE = PICTURES / "planner_growth.svg"
 
 SIZES = {
     (24, 96): (0.02, 1.0),
@@ -220,17 +218,17 @@ def growth(runs: int) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def plot(grown: dict[str, list[tuple[int, float]]]) -> None:
-    figure, axes = pyplot({}).subplots(1, 2, figsize=(9, 3.6), sharey=True)
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws the milliseconds of a plan by ranks and by microbatches."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(WIDTH, 3), sharey=True)
     titles = {"ranks": "ranks (128 microbatches)", "microbatches": "microbatches (16 ranks)"}
-    for axis, (name, points) in zip(axes, grown.items(), strict=True):
+    for axis, (name, points) in zip(axes, result["growth"].items(), strict=True):
         axis.loglog([x for x, _ in points], [1000 * y for _, y in points], marker="o")
         axis.set_xscale("log", base=2)
+        axis.set_xticks([x for x, _ in points], [str(x) for x, _ in points])
         axis.set_xlabel(titles[name])
-        axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("ms to plan, warm")
-    figure.tight_layout()
-    save_picture(figure, PICTURE)
+    return {"planner_growth": figure}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -252,19 +250,19 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "cases", 2000, "cases of uneven stages")
     add_number(parser, "runs", 5, "timed runs, of which the best counts")
-    parser.add_argument("--plot", action="store_true", help="also draw the growth with p and m")
 
     def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {
             "published": published(),
             "uneven": uneven(options.cases),
             "seconds": seconds(options.runs),
-        } | ({"growth": growth(options.runs)} if options.plot else {})
+            "growth": growth(options.runs),
+        }
 
-    run(parser, measure, show, lambda result, _: plot(result["growth"]))
+    run(parser, measure, show, draw)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import OPTIMIZER, train_each
 from benchmarks.output import (
-    PICTURES,
+    WIDTH,
     add_number,
     markdown,
     parser_of,
     pyplot,
     run,
-    save_picture,
 )
 from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, parse
@@ -35,7 +33,6 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.train.setup import model_of
 from dynmo.train.trainer import Trainer
 
-PICTURE = PICTURES / "quality.svg"
 STEPS, HIDDEN = 400, 256
 SHARED = "shared keys, all pairs"
 
@@ -211,9 +208,10 @@ def table(result: dict[str, Any]) -> str:
     return markdown(head, lines, "lrlrrl")
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the held-out loss by step: a panel for each technique."""
     plt = pyplot()
+    rows = result["rows"]
     panels = (
         ("freezing", "dense", "freezing"),
         ("pruning", "dense", "pruning"),
@@ -221,7 +219,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     )
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
     figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(10, 3.4), sharey=True, layout="constrained"
+        len(panels), figsize=(WIDTH, 2.3 * len(panels)), sharex=True, sharey=True
     )
     for axes, (title, reference, start) in zip(all_axes, panels, strict=True):
         shown = [row for row in rows if row["name"] == reference or row["name"].startswith(start)]
@@ -234,23 +232,19 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 linestyle=line,
                 label=f"{name}: {row['loss']:.3f}",
             )
-        axes.set(title=title, xlabel="step")
-        axes.legend(frameon=False)
-        axes.grid(color="#dddddd")
-    all_axes[0].set_ylabel("held-out loss, nats a byte")
+        axes.set(title=title, ylabel="held-out loss, nats a byte")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    all_axes[-1].set_xlabel("step")
     # The large fall of the first steps would leave no room for the differences.
     late = [
         loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5
     ]
     all_axes[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
-    save_picture(figure, path)
+    return {"quality": figure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, reads=True)
-    parser.add_argument(
-        "--plot", action="store_true", help="draw the curves into docs/pictures/quality.svg"
-    )
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "steps", STEPS, "of each run")
     add_number(parser, "seeds", 3, "dense runs, one a seed")
     add_number(parser, "jobs", 1, "runs at once, a core each")
@@ -272,7 +266,7 @@ def main() -> None:
         parser,
         measured,
         lambda result: print(table(result)),
-        lambda result, _: draw(result["rows"], PICTURE),
+        draw,
     )
 
 

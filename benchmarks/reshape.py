@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_traces import (
@@ -37,7 +36,16 @@ from benchmarks.cost_traces import (
     timeline,
     trace,
 )
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    bars,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from dynmo.plan.best import search
 from dynmo.plan.bisection import exact
 from dynmo.plan.decide import decide
@@ -205,38 +213,32 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(["case", *names, "of perfect"], lines)
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the share of perfect balance that each side reaches."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    rows = result["rows"]
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 3.8))
     names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY)]
     colours = ("#999999", "#d55e00", "#56b4e9", "#0072b2")
-    for offset, (name, colour) in enumerate(zip(names, colours, strict=True)):
-        axes.bar(
-            [i + 0.2 * (offset - 1.5) for i in range(len(rows))],
-            [100 * x["shares"]["loads"][name] for x in rows],
-            0.19,
-            color=colour,
-            label=name,
-        )
-    axes.axhline(100 * AIM, color="#333333", linewidth=0.8, linestyle="--")
-    axes.set_xticks(
-        range(len(rows)), [name_of(x["case"], x["sequence"]).replace(", ", "\n") for x in rows]
-    )
-    axes.set(ylabel=f"% of perfect balance on {RANKS} ranks", ylim=(50, 102), axisbelow=True)
-    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.14))
-    save_picture(figure, path)
+    sides = {
+        name: (colour, [100 * x["shares"]["loads"][name] for x in rows])
+        for name, colour in zip(names, colours, strict=True)
+    }
+    bars(axes, [name_of(x["case"], x["sequence"]) for x in rows], sides)
+    axes.axhline(100 * AIM, color="#333333", linewidth=1, linestyle="--", label=f"aim: {AIM:.0%}")
+    axes.set(ylabel=f"% of perfect balance on {RANKS} ranks", ylim=(50, 102))
+    legend_above(figure, 3)
+    return {"reshape": figure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="reshape", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
     add_number(parser, "cases", len(CASES), "so many of the cases")
     run(
         parser,
         lambda options: measure(options.stride, options.cases),
         lambda result: print(table(result["rows"])),
-        lambda result, path: draw(result["rows"], path),
+        draw,
     )
 
 

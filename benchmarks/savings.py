@@ -83,8 +83,13 @@ def _loss(parts: Sequence[dict[str, Any]]) -> str:
     return ", ".join(LOSSES[name] for name in names) or "-"
 
 
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws what sparse kernels save."""
+    return savings_pruning.draw(result["pruning"])
+
+
 if __name__ == "__main__":
-    parser = parser_of(__doc__, picture=savings_pruning.PICTURE, reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "sequence", 2048, "tokens of a layer's microbatch")
     add_number(parser, "rounds", 7, "counted turns of each side")
     add_number(parser, "cases", 5, "so many of the sizes of attention, tokens and experts")
@@ -92,5 +97,5 @@ if __name__ == "__main__":
         parser,
         measure,
         show,
-        lambda result, path: savings_pruning.draw(result["pruning"]["crossover"], path),
+        draw,
     )

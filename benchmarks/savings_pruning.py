@@ -38,7 +38,15 @@ from torch import nn
 
 from benchmarks.harness import alternate, bound_of, elapsed, part_medians, run_ranks, time_layer
 from benchmarks.linear_times import time_linear, time_pruned
-from benchmarks.output import add_number, parser_of, pyplot, run, save_picture, show
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    legend_above,
+    parser_of,
+    pyplot,
+    run,
+    show,
+)
 from dynmo.cases.pruning.crossover import make_pruned, measure_crossover
 from dynmo.cases.pruning.csr import pack, sddmm_, spmm, unpack
 from dynmo.cases.pruning.sparse_linear import SparseLinear, linears, prune, survivors
@@ -48,7 +56,6 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.layer.layer import Layer
 from dynmo.train.setup import model_of
 
-PICTURE = "sparse_crossover"
 ON_A_GPU = Path(__file__).parent / "results" / "gpu" / "sparse.json"
 PAPER_CROSSOVER = 0.75
 PAPER = (0.52, 0.79, 0.89, 0.90)  # after each prune of the published schedule
@@ -211,23 +218,24 @@ def on_a_rank(world: Meeting, sequence: int, rounds: int, tokens: int) -> dict[s
     }
 
 
-def draw(crossovers: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws figure 6: the time of the sparse kernels over dense ones."""
-    figure, axes = pyplot({}).subplots(figsize=(7, 4.4), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 4.8))
+    on_cpu = (("-o", "#0072b2"), ("-s", "#d55e00"))
     curves = [
-        (one, f"CPU, {one['rows']} x {one['columns']}", "-o", colour)
-        for one, colour in zip(crossovers, ("#0072b2", "#d55e00"), strict=True)
+        (one, f"CPU, {one['rows']} x {one['columns']}", *look)
+        for one, look in zip(result["crossover"], on_cpu, strict=True)
     ]
     on_gpu: dict[str, Any] = json.loads(ON_A_GPU.read_text())["result"]
     curves += [
-        (on_gpu[dtype][-1], f"H100, {on_gpu[dtype][-1]['rows']} squared, {dtype}", "--s", colour)
-        for dtype, colour in (("float32", "#009e73"), ("bfloat16", "#cc79a7"))
+        (on_gpu[dtype][-1], f"H100, {on_gpu[dtype][-1]['rows']} squared, {dtype}", *look)
+        for dtype, look in (("float32", ("--^", "#009e73")), ("bfloat16", ("--v", "#cc79a7")))
     ]
     for one, name, style, colour in curves:
         pays = "never pays" if one["crossover"] == 1 else f"pays from {one['crossover']:.0%}"
         x = [100 * point["sparsity"] for point in one["points"]]
         y = [point["all"] for point in one["points"]]
-        axes.plot(x, y, style, color=colour, markersize=4, label=f"{name}: {pays}")
+        axes.plot(x, y, style, color=colour, label=f"{name}: {pays}")
     text = f"the paper, H100, 4096 squared: {PAPER_CROSSOVER:.0%}"
     axes.axvline(100 * PAPER_CROSSOVER, color="0.4", linestyle="-.", linewidth=1, label=text)
     axes.plot(
@@ -245,13 +253,12 @@ def draw(crossovers: Sequence[dict[str, Any]], path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("sparsity, %")
     axes.set_ylabel("time of F + B + W, sparse / dense")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    save_picture(figure, path)
+    legend_above(figure, 2)
+    return {"sparse_crossover": figure}
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__, picture=PICTURE, reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "sequence", 2048, "tokens of the layer's microbatch")
     add_number(parser, "rounds", 7, "counted turns of each side")
     add_number(parser, "tokens", 512, "tokens for the crossover")
@@ -260,4 +267,4 @@ if __name__ == "__main__":
         sizes = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
         return run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **sizes)
 
-    run(parser, measure, show, lambda result, path: draw(result["crossover"], path))
+    run(parser, measure, show, draw)

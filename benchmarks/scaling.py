@@ -33,14 +33,21 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import paper_model
 from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    bars,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from benchmarks.published import table_5
 from benchmarks.traces_emulated import emulated_table
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
@@ -294,51 +301,41 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return markdown(head, rows, "r" * len(head))
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws weak scaling, and the gains at equal memory."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    if "weak" not in result:
+        return {}
+    figure, (above, below) = pyplot().subplots(2, figsize=(WIDTH, 5.6))
     ranks = [x["ranks"] for x in result["weak"]]
-    for name, colour, style in (
-        ("static", "#d55e00", "-"),
-        ("balanced", "#0072b2", "-"),
-        ("perfect", "#333333", ":"),
+    for name, colour, look in (
+        ("static", "#d55e00", "s--"),
+        ("balanced", "#0072b2", "o-"),
+        ("perfect", "#333333", "^:"),
     ):
-        left.plot(
-            ranks,
-            [x["throughput"][name] for x in result["weak"]],
-            style,
-            color=colour,
-            marker="o",
-            label=name,
-        )
-    left.set(
+        throughput = [x["throughput"][name] for x in result["weak"]]
+        above.plot(ranks, throughput, look, color=colour, label=name)
+    above.set(
         xlabel="ranks (pipeline x 30 replicas)",
         ylabel="blocks of microbatches per unit",
         title="pruning, weak scaling",
         ylim=(0, None),
     )
-    left.legend(frameon=False)
-    names = [f"{x['model']}\n{x['microbatches']}" for x in result["equal_memory"]]
-    for offset, key, colour in ((-0.2, "over_1f1b", "#d55e00"), (0.2, "over_zb_1p", "#0072b2")):
-        label = "over 1F1B" if key == "over_1f1b" else "over ZB-1p"
-        right.bar(
-            [i + offset for i in range(len(names))],
-            [100 * x[key] for x in result["equal_memory"]],
-            0.38,
-            color=colour,
-            label=label,
-        )
-    right.set_xticks(range(len(names)), names, fontsize=6)
-    right.set(
-        ylabel="ZB-2p faster, %", title="equal memory: the others' microbatches twice as large"
+    rows = result["equal_memory"]
+    looks = {"over 1F1B": ("#d55e00", "over_1f1b"), "over ZB-1p": ("#0072b2", "over_zb_1p")}
+    sides = {name: (colour, [100 * x[key] for x in rows]) for name, (colour, key) in looks.items()}
+    bars(below, [f"{x['model']}\n{x['microbatches']}" for x in rows], sides)
+    below.set(
+        xlabel="model, microbatches of ZB-2p",
+        ylabel="ZB-2p faster, %",
+        title="equal memory: the others' microbatches twice as large",
     )
-    right.legend(frameon=False)
-    save_picture(figure, path)
+    for axes in (above, below):
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return {"scaling": figure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="scaling", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 1, "of the 24 moments, every so many-th")
     parser.add_argument(
         "--only",
@@ -363,7 +360,7 @@ def main() -> None:
         parser,
         measured,
         lambda result: print(*tables(result).values(), sep="\n\n"),
-        lambda result, path: draw(result, path) if "weak" in result else None,
+        draw,
     )
 
 

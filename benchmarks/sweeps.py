@@ -30,15 +30,14 @@ import argparse
 from typing import Any, NamedTuple, cast
 
 from benchmarks.output import (
-    PICTURES,
-    STYLE,
+    WIDTH,
     add_number,
+    legend_above,
     markdown,
     parser_of,
     print_tables,
     pyplot,
     run,
-    save_picture,
 )
 from benchmarks.published import table_5
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
@@ -324,25 +323,20 @@ _MODELS = dict(
 )
 
 
-def draw(result: dict[str, Any]) -> None:
+def draw(result: dict[str, Any]) -> dict[str, Any]:
     """Draws the pictures of docs/reference/schedules.md."""
-    style = {
-        "axes.grid": True,
-        "grid.color": "#dddddd",
-        "lines.markersize": 4.5,
-        "lines.linewidth": 1.3,
-        "legend.frameon": False,
+    plt = pyplot()
+    return {
+        "attention": _draw_attention(plt, result["attention"]),
+        "memory_limit": _draw_memory(plt, result["memory"]),
+        "few_microbatches": _draw_few(plt, result["few"]),
+        "published": _draw_published(plt, result["published"]),
     }
-    plt = pyplot({**STYLE, **style})
-    _draw_attention(plt, result["attention"])
-    _draw_memory(plt, result["memory"])
-    _draw_few(plt, result["few"])
-    _draw_published(plt, result["published"])
 
 
-def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> Any:
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4), width_ratios=(1, 1.7), layout="constrained"
+        2, figsize=(WIDTH, 6.4), height_ratios=(1, 1.5), sharex=True
     )
     x = [row["ratio"] for row in rows]
     for kind, marker, dashes in (("f", "o", "-"), ("b", "s", "--"), ("w", "^", ":")):
@@ -364,8 +358,8 @@ def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
         color="#d55e00",
         label="activations that W needs",
     )
-    left.set(xscale="log", xlabel="sequence / hidden", ylim=(0, 1), title="what a microbatch takes")
-    left.legend()
+    left.set(xscale="log", ylim=(0, 1), title="what a microbatch takes")
+    left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     for name, (colour, marker, dashes) in LOOKS.items():
         right.plot(
             x,
@@ -375,13 +369,16 @@ def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
             color=colour,
             label=name,
         )
-    for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
+    for name, text, alpha in (
+        ("zb-auto p", "least at p", 0.5),
+        ("zb-auto 2p", "least at 2p", 0.25),
+    ):
         right.plot(
             x,
             [row["sides"][name]["least"] for row in rows],
             color=LOOKS[name][0],
             linewidth=5,
-            alpha=0.25,
+            alpha=alpha,
             label=text,
         )
     right.set(
@@ -392,11 +389,11 @@ def _draw_attention(plt: Any, rows: list[dict[str, Any]]) -> None:
         title="bubble, p = 8, m = 24 (gpipe: as 1f1b)",
     )
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save_picture(figure, PICTURES / "attention.svg")
+    return figure
 
 
-def _draw_memory(plt: Any, rows: list[dict[str, Any]]) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+def _draw_memory(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(figsize=(WIDTH, 4))
     for row in rows:
         colour, marker, dashes = _MODELS[row["model"]]
         x = [point["limit"] for point in row["points"]]
@@ -417,12 +414,12 @@ def _draw_memory(plt: Any, rows: list[dict[str, Any]]) -> None:
         ylabel="bubble of zb-auto",
         ylim=(0, None),
     )
-    axes.legend()
-    save_picture(figure, PICTURES / "memory_limit.svg")
+    legend_above(figure, 2)
+    return figure
 
 
-def _draw_few(plt: Any, rows: list[dict[str, Any]]) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+def _draw_few(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4), sharey=True)
     for row in rows:
         panel = axes[(8, 16).index(row["ranks"])]
         colour, marker, dashes = _MODELS[row["model"]]
@@ -438,20 +435,23 @@ def _draw_few(plt: Any, rows: list[dict[str, Any]]) -> None:
                 color=colour,
                 label=f"{shown}, {row['model']}",
             )
-        panel.set(xlabel="microbatches", title=f"p = {row['ranks']}")
+        panel.set(xlabel="microbatches", title=f"p = {row['ranks']}", xticks=x[1::2])
     axes[0].set_ylabel("1F1B takes longer by, %")
-    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save_picture(figure, PICTURES / "few_microbatches.svg")
+    legend_above(figure, 4)
+    return figure
 
 
-def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
-    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(figsize=(WIDTH, 4.2))
     for name, (colour, marker, dashes) in LOOKS.items():
         for start in range(0, len(rows), 3):
             x = range(start, start + 3)
             y = [rows[i]["sides"][name]["bubble"] for i in x]
             axes.plot(x, y, dashes, marker=marker, color=colour, label=name if start == 0 else None)
-    for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
+    for name, text, alpha in (
+        ("zb-auto p", "least at p", 0.5),
+        ("zb-auto 2p", "least at 2p", 0.25),
+    ):
         y = [row["sides"][name]["least"] for row in rows]
         axes.plot(
             range(len(rows)),
@@ -460,7 +460,7 @@ def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
             markersize=22,
             markeredgewidth=3,
             color=LOOKS[name][0],
-            alpha=0.4,
+            alpha=alpha,
             label=text,
         )
     axes.set_xticks(
@@ -468,19 +468,14 @@ def _draw_published(plt: Any, rows: list[dict[str, Any]]) -> None:
         [f"{row['model']}\np {row['ranks']}\nm {row['microbatches']}" for row in rows],
     )
     axes.set(ylabel="bubble (gpipe: as 1f1b)", ylim=(0, None))
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save_picture(figure, PICTURES / "published.svg")
+    legend_above(figure, 5)
+    return figure
 
 
 def main() -> None:
-    parser = parser_of(__doc__, reads=True)
-    parser.add_argument(
-        "--plot", action="store_true", help="draw the pictures of docs/reference/schedules.md"
-    )
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 1, "of the settings, every so many-th")
-    run(
-        parser, measure, lambda result: print_tables(tables(result)), lambda result, _: draw(result)
-    )
+    run(parser, measure, lambda result: print_tables(tables(result)), draw)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,16 @@ from benchmarks.cost_traces import (
     trace,
 )
 from benchmarks.harness import run_ranks
-from benchmarks.output import add_number, markdown, parser_of, pyplot, run, save_picture
+from benchmarks.output import (
+    WIDTH,
+    add_number,
+    bars,
+    legend_above,
+    markdown,
+    parser_of,
+    pyplot,
+    run,
+)
 from benchmarks.published import IDLE, PUBLISHED
 from benchmarks.traces_emulated import emulated_table
 from dynmo.plan.balancers import diffuse
@@ -233,44 +242,33 @@ def with_stepwise(
     ]
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def _drawn(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Draws the idleness by depth: a panel for each case."""
     plt = pyplot()
     names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
+    height = -(-len(names) // 3)
     figure, axes = plt.subplots(
-        2, -(-len(names) // 2), figsize=(10, 6), sharey=True, layout="constrained", squeeze=False
+        height, 3, figsize=(WIDTH, 0.6 + 2.1 * height), sharey=True, squeeze=False
     )
     for panel in axes.flat[len(names) :]:
         panel.axis("off")
     for panel, name in zip(axes.flat, names, strict=False):
-        x = range(len(rows))
-        for offset, key, colour, hatch in (
-            (-0.2, "static", "#d55e00", "///"),
-            (0.2, "balanced", "#0072b2", ""),
-        ):
-            values = [100 * row[name][key] for row in rows]
-            bars = panel.bar(
-                [i + offset for i in x],
-                values,
-                0.38,
-                color=colour,
-                hatch=hatch,
-                edgecolor="white",
-                label=key,
-            )
-            panel.bar_label(bars, fmt="%.0f", fontsize=7)
-        panel.set_xticks(list(x), [str(row["blocks"]) for row in rows])
+        sides = {
+            key: (colour, [100 * row[name][key] for row in rows])
+            for key, colour in (("static", "#d55e00"), ("balanced", "#0072b2"))
+        }
+        bars(panel, [str(row["blocks"]) for row in rows], sides)
+        for drawn in panel.containers:
+            panel.bar_label(drawn, fmt="%.0f")
         ranks = rows[0][name].get("ranks")
-        title = name if ranks is None else f"{name}, {ranks} ranks"
-        panel.set(title=title, xlabel="blocks", axisbelow=True)
-        panel.grid(axis="y", color="#dddddd")
+        panel.set_title(name if ranks is None else f"{name}, {ranks} ranks")
         if name in IDLE:
             panel.axhline(100 * IDLE[name], color="black", ls="--", lw=1, label="paper, static")
-            panel.legend(frameon=False, fontsize=8)
-    for row in axes:
-        row[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
-    axes[0, 0].legend(frameon=False)
-    save_picture(figure, path)
+        panel.margins(y=0.15)
+    figure.supxlabel("blocks", fontsize="medium")
+    figure.supylabel(f"idle on {rows[0]['ranks']} ranks, % of a step", fontsize="medium")
+    legend_above(figure, 3)
+    return {"idleness": figure}
 
 
 def with_experts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -287,10 +285,11 @@ EXPERTS = Path(__file__).parent / "results" / "experts.json"
 _OF_EXPERTS = {"static": "static", "balanced": "layers balanced"}
 
 
-def draw_idleness(result: dict[str, Any], path: Path) -> None:
-    if "idleness" in result:
-        rows = with_stepwise(result["idleness"], result.get("stepwise", ()))
-        draw(with_experts(rows), path)
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    """Draws the idleness, if it is known."""
+    if "idleness" not in result:
+        return {}
+    return _drawn(with_experts(with_stepwise(result["idleness"], result.get("stepwise", ()))))
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -439,7 +438,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, picture="idleness", reads=True)
+    parser = parser_of(__doc__, draws=True, reads=True)
     parser.add_argument(
         "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
     )
@@ -457,7 +456,7 @@ def main() -> None:
         "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"
     )
     add_number(parser, "pairs", 3, "of the emulated runs: how often each placement takes its turn")
-    run(parser, measure, show, draw_idleness)
+    run(parser, measure, show, draw)
 
 
 if __name__ == "__main__":

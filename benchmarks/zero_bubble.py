@@ -34,15 +34,14 @@ from benchmarks import exact
 from benchmarks.baselines.zero_bubble import heuristic, median_costs
 from benchmarks.noise import Disturbance, Replay
 from benchmarks.output import (
-    PICTURES,
-    STYLE,
+    WIDTH,
     add_number,
+    legend_above,
     markdown,
     parser_of,
     print_tables,
     pyplot,
     run,
-    save_picture,
 )
 from benchmarks.planner import uneven_case
 from benchmarks.published import costs_of, zero_bubble_measured
@@ -626,16 +625,18 @@ def _percent(share: float) -> str:
 # -- pictures --------------------------------------------------------------------------------------
 
 
-def draw(result: dict[str, Any]) -> None:
-    plt = pyplot({**STYLE, "axes.grid": True, "grid.color": "#dddddd", "legend.frameon": False})
-    _draw_throughput(plt, result["throughput"])
-    _draw_disturbed(plt, result["disturbed"], result["disturbances"])
+def draw(result: dict[str, Any]) -> dict[str, Any]:
+    plt = pyplot()
+    return {
+        "zero_bubble_throughput": _draw_throughput(plt, result["throughput"]),
+        "zero_bubble_noise": _draw_disturbed(plt, result["disturbed"], result["disturbances"]),
+    }
 
 
-def _draw_throughput(plt: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_throughput(plt: Any, rows: list[dict[str, Any]]) -> Any:
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(1, len(models), figsize=(10, 3.2), layout="constrained")
-    for panel, model in zip(panels, models, strict=True):
+    figure, panels = plt.subplots(2, -(-len(models) // 2), figsize=(WIDTH, 5.4), squeeze=False)
+    for panel, model in zip(panels.flat, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         x = range(len(own))
         for name in MEASURED.values():
@@ -656,14 +657,15 @@ def _draw_throughput(plt: Any, rows: list[dict[str, Any]]) -> None:
             )
         panel.set_xticks(x, [row["microbatches"] for row in own])
         panel.set(xlabel="microbatches", title=f"{model}, p {own[0]['ranks']}")
-    panels[0].set_ylabel("samples per GPU and second")
-    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save_picture(figure, PICTURES / "zero_bubble_throughput.svg")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("samples per GPU and second")
+    legend_above(figure, 4)
+    return figure
 
 
-def _draw_disturbed(plt: Any, rows: list[dict[str, Any]], values: dict[str, list[float]]) -> None:
+def _draw_disturbed(plt: Any, rows: list[dict[str, Any]], values: dict[str, list[float]]) -> Any:
     row = rows[-1]
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 3.4), sharey=True)
     labels = {
         "spread": "spread of op times, %",
         "delay": "mean delay of an op, % of F",
@@ -679,19 +681,16 @@ def _draw_disturbed(plt: Any, rows: list[dict[str, Any]], values: dict[str, list
         panel.set(xlabel=label)
     panels[0].set_ylabel("step longer, %")
     panels[1].set_title(_case(row))
-    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    save_picture(figure, PICTURES / "zero_bubble_noise.svg")
+    legend_above(figure, 6)
+    return figure
 
 
 def main() -> None:
-    parser = parser_of(__doc__, reads=True)
-    parser.add_argument("--plot", action="store_true", help="draw the pictures of the document")
+    parser = parser_of(__doc__, draws=True, reads=True)
     add_number(parser, "stride", 1, "of the settings, every so many-th")
     add_number(parser, "cases", 100, "cases of uneven stages")
     add_number(parser, "draws", 20, "random draws of the op times")
-    run(
-        parser, measure, lambda result: print_tables(tables(result)), lambda result, _: draw(result)
-    )
+    run(parser, measure, lambda result: print_tables(tables(result)), draw)
 
 
 if __name__ == "__main__":

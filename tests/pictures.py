@@ -10,8 +10,10 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.path import Path
 from matplotlib.text import Text
 from matplotlib.transforms import Affine2D, Bbox
@@ -20,6 +22,8 @@ COLUMN = 7.3
 """Width in inches that README.md and the pages of docs/ leave to a picture."""
 LEAST_SIZE = 9.0
 """Points of the smallest text at the size at which it is shown."""
+LEAST_CONTRAST = 0.15
+"""Difference in lightness, from 0 to 1, that tells two entries of a legend apart without hue."""
 _SLACK = 1.0  # pixels that the boxes of two texts may share
 
 
@@ -70,9 +74,26 @@ def too_small(figure: Figure, column: float = COLUMN) -> list[str]:
     return sorted(f"{name!r} has {size:.1f} points" for name, size in small)
 
 
+def alike_in_grey(figure: Figure) -> list[str]:
+    """Pairs of a legend's entries that only their hue tells apart."""
+    found: list[str] = []
+    for legend in figure.findobj(Legend):
+        names = [text.get_text() for text in legend.get_texts()]
+        looks = [_look(handle) for handle in legend.legend_handles]
+        for (name, look), (other_name, other) in combinations(zip(names, looks, strict=True), 2):
+            if look[:-1] == other[:-1] and abs(look[-1] - other[-1]) < LEAST_CONTRAST:
+                found.append(f"{name!r} looks like {other_name!r} in grey")
+    return found
+
+
 def defects(figure: Figure, column: float = COLUMN) -> list[str]:
     """All that the checks of this module find."""
-    return [*overlaps(figure), *covered_by_legend(figure), *too_small(figure, column)]
+    return [
+        *overlaps(figure),
+        *covered_by_legend(figure),
+        *alike_in_grey(figure),
+        *too_small(figure, column),
+    ]
 
 
 class _Hidden:
@@ -103,6 +124,19 @@ def _drawn_texts(figure: Figure) -> list[Text]:
     with patch.object(Text, "draw", watched):
         _pixels(figure)
     return list(dict.fromkeys(drawn))
+
+
+def _look(handle: Any) -> tuple[Any, ...]:
+    """The kind, shape, dashes or hatch of a legend's entry, and its lightness at last."""
+    if isinstance(handle, Line2D):
+        red, green, blue, alpha = to_rgba(handle.get_color(), handle.get_alpha())
+        hollow = to_rgba(handle.get_markerfacecolor())[:3] == (1, 1, 1)
+        shape = handle.get_marker(), handle.get_linestyle(), handle.get_linewidth(), hollow
+    else:
+        colour = handle.get_facecolor()
+        red, green, blue, alpha = to_rgba(colour[0] if np.ndim(colour) == 2 else colour)
+        shape = type(handle), handle.get_hatch()
+    return *shape, 1 - alpha * (1 - (0.299 * red + 0.587 * green + 0.114 * blue))
 
 
 def _points(text: Text) -> float:

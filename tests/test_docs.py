@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tools import balancing, figures
+from docs.tools import figures
 from docs.tools.documents import DOCUMENTS, ROOT, Example, code, examples, is_row, marked, table_at
 from docs.tools.result_tables import result_tables
 from dynmo.cases import CASES as CASES_OF_DYNAMISM
@@ -128,14 +128,6 @@ def test_figures_match_the_result_files(path: Path) -> None:
 def test_each_table_of_a_result_file_is_shown() -> None:
     shown = {name for path in DOCUMENTS for _, name in marked(path.read_text().splitlines())}
     assert set(result_tables()) == shown
-
-
-@pytest.mark.matrix
-def test_pictures_of_the_balancers_are_drawn(tmp_path: Path) -> None:
-    balancing.draw(tmp_path)
-    page = (ROOT / "docs" / "how-a-balancer-decides.md").read_text()
-    named = set(re.findall(r"pictures/(balancer_\w+\.svg)", page))
-    assert {path.name for path in tmp_path.iterdir()} == named
 
 
 def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from tests.pictures import covered_by_legend, overlaps, too_small
+from tests.pictures import alike_in_grey, covered_by_legend, overlaps, too_small
 
 
 def test_texts_that_overlap_or_leave_are_named() -> None:
@@ -64,3 +64,15 @@ def test_small_text_is_named_at_the_size_at_which_it_is_shown() -> None:
         *sorted({f"'{x}' has 5.0 points" for x in ("0.0", "0.2", "0.4", "0.6", "0.8", "1.0")}),
         "'title' has 4.5 points",
     ]
+
+
+def test_entries_that_differ_in_hue_alone_are_named() -> None:
+    figure = Figure(figsize=(4, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], color="#d55e00", label="red")
+    axes.plot([1, 2], color="#009e73", label="green")
+    axes.plot([2, 3], "--", color="#009e73", label="dashed")
+    axes.bar([0], [1], color="#d55e00", label="red bar")
+    axes.bar([1], [1], color="#009e73", hatch="//", label="hatched bar")
+    axes.legend()
+    assert alike_in_grey(figure) == ["'red' looks like 'green' in grey"]

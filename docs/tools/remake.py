@@ -23,7 +23,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.output import PICTURES
 from docs.tools.figures import RESULTS
 
 ROOT = RESULTS.parents[1]
@@ -36,15 +35,14 @@ class Run:
 
     Attributes:
         kind: "simulated", "emulated" or "real". Simulated figures need no idle machine.
-        picture: Name of the picture in docs/pictures that `--plot` draws from the file. "*": the
-            benchmark knows the names of its pictures.
+        draws: Whether the benchmark draws pictures from the file.
         file: Name of the result file. Empty: the benchmark's.
     """
 
     benchmark: str
     kind: str
     options: str = ""
-    picture: str = ""
+    draws: bool = False
     file: str = ""
 
     @property
@@ -58,35 +56,35 @@ class Run:
 
 # The simulated ones run two at once, so the longest come first.
 RUNS = (
-    Run("traces", "simulated", "--only simulated", picture="idleness"),
-    Run("joined", "simulated", "--only simulated", picture="joined"),
-    Run("experts", "simulated", picture="experts"),
+    Run("traces", "simulated", "--only simulated", draws=True),
+    Run("joined", "simulated", "--only simulated", draws=True),
+    Run("experts", "simulated", draws=True),
     Run("traces", "simulated", "--only stepwise"),
-    Run("bubbles", "simulated", picture="bubbles"),
-    Run("delays", "simulated", "--only simulated", picture="delays"),
+    Run("bubbles", "simulated", draws=True),
+    Run("delays", "simulated", "--only simulated", draws=True),
     Run("exact", "simulated"),
     Run("placement", "simulated", "--only lemmas"),
     Run("repack", "simulated", "--only searched"),
-    Run("repack", "simulated", "--only cases --blocks 24 48", picture="repack"),
+    Run("repack", "simulated", "--only cases --blocks 24 48", draws=True),
     Run("repack", "simulated", "--only pipetransformer"),
-    Run("reshape", "simulated", "--stride 8", picture="reshape"),
-    Run("scaling", "simulated", "--only simulated", picture="scaling"),
-    Run("sweeps", "simulated", picture="*"),
+    Run("reshape", "simulated", "--stride 8", draws=True),
+    Run("scaling", "simulated", "--only simulated", draws=True),
+    Run("sweeps", "simulated", draws=True),
     Run("traces", "simulated", "--only growth"),
-    Run("zero_bubble", "simulated", picture="*"),
+    Run("zero_bubble", "simulated", draws=True),
     Run("delays", "emulated", "--only emulated"),
     Run("executor", "emulated"),
     Run("expert_parallel", "emulated"),
     Run("joined", "emulated", "--only emulated"),
     Run("post_validation", "emulated"),
-    Run("repack", "emulated", "--only emulated", picture="repack"),
+    Run("repack", "emulated", "--only emulated", draws=True),
     Run("scaling", "emulated", "--only emulated"),
     Run("traces", "emulated", "--only emulated"),
     Run("unequal", "emulated"),
     Run("uneven", "emulated"),
     Run("balanced_routing", "real"),
-    Run("batching", "real", picture="batching"),
-    Run("cases", "real"),
+    Run("batching", "real", draws=True),
+    Run("cases", "real", draws=True),
     Run("decision_path", "real"),
     Run("step_path", "real"),
     Run("deferred", "real"),
@@ -98,20 +96,20 @@ RUNS = (
     Run("handed_on", "real"),
     Run("heavy_head", "real"),
     Run("host", "real"),
-    Run("learning", "real", picture="learning"),
-    Run("learning", "real", "--what experts", picture="learning_experts", file="learning_experts"),
-    Run("long_run", "real", picture="long_run"),
+    Run("learning", "real", draws=True),
+    Run("learning", "real", "--what experts", draws=True, file="learning_experts"),
+    Run("long_run", "real", draws=True),
     Run("many_ranks", "real"),
     Run("overhead", "real"),
     Run("placement", "real"),
-    Run("planner", "real"),  # it times the planning, too
-    Run("quality", "real", picture="quality"),
+    Run("planner", "real", draws=True),  # it times the planning, too
+    Run("quality", "real", draws=True),
     Run("quality", "real", "--hidden 128", file="quality_narrow"),
     Run("ragged", "real"),
     Run("replicas", "real"),
     Run("router_loads", "real"),
     Run("saving", "real"),
-    Run("savings", "real", picture="sparse_crossover"),
+    Run("savings", "real", draws=True),
     Run("savings_experts", "real"),
     Run("savings_tokens", "real"),
     Run("stand_ins", "real"),
@@ -133,10 +131,8 @@ def remake(run: Run, console: Console) -> bool:
         machine = result.pop("machine")
         merged = {key: value for key, value in (old | result).items() if key != "machine"}
         run.path.write_text(json.dumps(merged | {"machine": machine}) + "\n")
-    if run.picture:
-        picture = [] if run.picture == "*" else [str(PICTURES / f"{run.picture}.svg")]
-        if _output(run, ["--read", str(run.path), "--plot", *picture], console) is None:
-            return False
+    if run.draws and _output(run, ["--read", str(run.path), "--plot"], console) is None:
+        return False
     console.print(f"{run.path.name:24} {run.kind:10} {time.perf_counter() - start:6.0f} s")
     return True
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, runs
+from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, runs
 from tests.pool import Pool
 
 
@@ -42,14 +41,6 @@ def test_distances_are_to_the_right_reference() -> None:
     late = {row["name"]: row for row in compare(given, 40)}["pruning, 50 %"]
     assert late["limit"] == 0.02
     assert not late["within"]
-
-
-@pytest.mark.matrix
-def test_picture_depends_on_the_figures_only(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(compare(results(), 40), tmp_path / "a.svg")
-    draw(compare(results(), 40), tmp_path / "b.svg")
-    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
 
 
 def test_selected_runs_include_their_references() -> None:

@@ -1,0 +1,27 @@
+"""docs/pictures: each is up to date, and easy to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks.output import PICTURES, save_pictures
+from docs.tools.pictures import SOURCES, draw
+from tests.pictures import defects
+
+pytestmark = pytest.mark.docs
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_pictures_are_up_to_date_and_readable(source: str, tmp_path: Path) -> None:
+    figures = draw(source)
+    save_pictures(figures, tmp_path)
+    for name, figure in figures.items():
+        committed = PICTURES / f"{name}.svg"
+        assert (tmp_path / committed.name).read_text() == committed.read_text(), (
+            f"{name}: python -m docs.tools.pictures {source} draws it anew"
+        )
+        assert defects(figure) == [], name
