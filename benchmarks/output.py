@@ -20,7 +20,7 @@ WIDTH = 7.2
 """Inches of a picture, which is as wide as a page's text. Its letters are then not made smaller."""
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 """Of bars side by side, which then differ without colour."""
-_STYLE: Mapping[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "dynmo",  # the ids of a picture's parts depend on this salt alone
     "figure.constrained_layout.use": True,
