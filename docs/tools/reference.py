@@ -180,7 +180,7 @@ def _option_row(option: Any) -> tuple[str, str]:
         ("pipeline.schedule", SCHEDULES),
     ):
         text = text.replace(f"One of {', '.join(words)}", f"A value of `{key}`")
-    if option.default not in (None, []) and not option.is_flag:
+    if option.default not in (None, []) and not getattr(option, "is_flag", False):
         text = f"{text.removesuffix('.')} (default: {option.default})."
     names: str = " / ".join([*option.opts, *option.secondary_opts])
     if option.param_type_name == "argument":

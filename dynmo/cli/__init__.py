@@ -29,6 +29,7 @@ COMMANDS = {
     "schedule": "Make or read a pipeline schedule and replay it at given costs.",
     "simulate": "Replay a changing workload under a balancing policy, or the decisions of a run.",
     "report": "Show what was measured in a run; compare several runs against the first.",
+    "dashboard": "Show runs in a browser while they train.",
     "checkpoint": "Use the checkpoints of a run.",
 }
 """The commands, each a name in the file of that name, and their help."""

@@ -5,7 +5,7 @@ argument, and any other an option. The text under a field is its help. Types, de
 are those of the field. A tuple is written with commas.
 
     class GreetOptions(CommandOptions):
-        name: str
+        name: str                                       # ARGUMENT marks one that may be left out
         times: Annotated[int, Field(ge=1)] = 1
 
     @command
@@ -31,6 +31,8 @@ from dynmo.options import Options, problems_of
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 _FEW = 4
+ARGUMENT = "argument"
+"""Marks a field with a default that is an argument all the same."""
 
 
 class CommandOptions(Options):
@@ -124,6 +126,9 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     if field.is_required():
         kind = list[str] if kind is not str else str
         default, info = inspect.Parameter.empty, typer.Argument(help=text, show_default=False)
+    elif ARGUMENT in field.metadata:
+        default = None if default is None else str(default)
+        kind, info = kind | None, typer.Argument(help=text, show_default=default is not None)
     else:
         name = _option(key)
         names = (f"{name}/--no-{name[2:]}" if default is True else name,)

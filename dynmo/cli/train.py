@@ -267,6 +267,7 @@ def _show(
         def progress() -> Listener:
             from dynmo.report.lines import ProgressLine
 
+            print(f"watch it in a browser: dynmo dashboard {folder}", file=sys.stderr)
             return stack.enter_context(ProgressLine(config.name, config.train.steps))
 
         def listen(event: Event) -> None:

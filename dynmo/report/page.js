@@ -37,7 +37,7 @@ function prepare(root) {
 }
 prepare(document);
 
-// A live page asks for its body each second and replaces the parts that differ.
+// A live page asks for its body twice a second and replaces the parts that differ.
 const state = document.getElementById("state");
 let seen = null;
 async function refresh() {
@@ -55,7 +55,7 @@ async function refresh() {
   } catch (error) {
     state.textContent = "no connection: " + error.message;
   }
-  setTimeout(refresh, 1000);
+  setTimeout(refresh, 500);
 }
 function replaceParts(fresh) {
   const main = document.getElementById("main"), focused = document.activeElement?.id;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -110,11 +110,22 @@ class RunRecord:
 
     @cached_property
     def profile(self) -> Profile | None:
-        """Costs of the layers. None if the run has recorded none."""
-        try:
-            return read_costs(self.folder / IN_RUN) if (self.folder / IN_RUN).is_file() else None
-        except DynmoError:
-            return None
+        """Costs of the layers: of the run's end, or of its last decision. None if unknown."""
+        with suppress(DynmoError):
+            if (self.folder / IN_RUN).is_file():
+                return read_costs(self.folder / IN_RUN)
+            records = [*read_records(self.folder / DECISIONS)]
+            if records:
+                record = records[-1]
+                mesh = record.now.mesh
+                return replace(
+                    record.problem.profile,
+                    partition=self.steps[-1].layers,
+                    ranks=mesh.pipeline,
+                    microbatches=mesh.microbatches,
+                    schedule=mesh.schedule,
+                )
+        return None
 
     @cached_property
     def problem(self) -> Problem | None:
