@@ -5,6 +5,7 @@
 # make docs   the commands, the code and the figures of the documents
 # make browser  the pages that dynmo makes, in headless Chromium
 # make site   the documentation as pages, in site/. `python -m http.server -d site` shows them.
+# make release  the wheel and the sdist of the tagged version, in dist/. Uploads nothing.
 # make clusters  a real Slurm, a real Ray and the API of Kubernetes
 # make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
 #             ONLY="cases joined": some benchmarks.
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All tests with ranks go to one of two processes, so that there is one pool of ranks.
 TWO := --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test quick matrix docs browser site clusters results gpu check format clean
+.PHONY: demo test quick matrix docs browser site release clusters results gpu check format clean
 
 # What the demo needs: no packages of tests, and the compiled loops of its planner alone.
 $(DEMO): pyproject.toml constraints.txt
@@ -79,6 +80,9 @@ browser: $(READY)
 site: $(READY)
 	$(BIN)/python -m docs.tools.site
 	$(BIN)/zensical build --strict
+
+release: $(READY)
+	@.ci/release $(BIN)/python
 
 clusters: $(READY)
 	$(BIN)/python -m pytest -m clusters
