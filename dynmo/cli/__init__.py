@@ -23,6 +23,7 @@ from dynmo.errors import DynmoError, one_line
 
 COMMANDS = {
     "train": "Train a model over pipeline ranks, rebalancing as it changes.",
+    "doctor": "Look at this machine: what works, what does not, and what to do.",
     "data": "Tokenise the data of a run ahead, and show what a batch looks like.",
     "profile": "Measure a model's layers and write a costs file.",
     "plan": "Plan placement and schedule for measured layer costs.",

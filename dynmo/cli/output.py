@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Columns of words. All others are numbers, to the right.
-_WORDS = ("", "schedule", "layer", "layers", "what", "again", "why")
+_WORDS = ("", "schedule", "layer", "layers", "what", "again", "why", "check", "seen", "remedy")
 
 
 def console_for_tables() -> Console:

@@ -6,8 +6,6 @@ It measures for a few steps. `dynmo plan` reads the file.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -23,6 +21,7 @@ from dynmo.cli.output import check_folder, compilation_told, print_json, print_t
 from dynmo.cli.rank_process import (
     check_input,
     described_errors,
+    folder_of_ranks,
     import_from_working_folder,
     prepare_joined_rank,
     rank_command,
@@ -31,7 +30,7 @@ from dynmo.cli.rank_process import (
     stdout_for_json,
     with_known_steps,
 )
-from dynmo.errors import InputError, RunError
+from dynmo.errors import InputError
 from dynmo.options import Count
 from dynmo.report.numbers import show_mebibytes, show_share
 
@@ -103,28 +102,14 @@ def _check_out(out: Path) -> None:
 
 
 def _spawn(options: ProfileOptions, config: Config) -> int:
-    """Starts the ranks on this machine.
-
-    Keeps their logs only if a rank fails and says why there.
-    """
+    """Starts the ranks on this machine."""
     from dynmo.elastic.launcher.supervisor import spawn
 
-    folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
-    try:
-        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    with folder_of_ranks(config, "profile") as folder:
         given = ["--steps", str(options.steps), "--out", str(options.out)]
         given += ["--json"] * options.as_json
         line = rank_command("profile", str(folder / "config.toml"), *given)
-        status = spawn(line, config.ranks, config.parallel.threads, folder)
-    except BaseException as error:
-        told = isinstance(error, RunError) and any(
-            log.stat().st_size for log in folder.glob("*.log")
-        )
-        if not told:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return status
+        return spawn(line, config.ranks, config.parallel.threads, folder)
 
 
 def _measure(options: ProfileOptions, config: Config, rendezvous: Rendezvous) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,25 @@ def rank_command(*arguments: str) -> list[str]:
     With -P, Python does not put the working folder first in `sys.path`.
     """
     return [sys.executable, "-P", "-m", "dynmo", *arguments]
+
+
+@contextlib.contextmanager
+def folder_of_ranks(config: Config, command: str) -> Iterator[Path]:
+    """Makes a temporary folder with a config, for ranks on this machine.
+
+    The folder stays only if a rank fails and says why in its log.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"dynmo-{command}-"))
+    says_why = False
+    try:
+        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        yield folder
+    except RunError:
+        says_why = any(log.stat().st_size for log in folder.glob("*.log"))
+        raise
+    finally:
+        if not says_why:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_input(config: Config) -> None:

@@ -47,6 +47,7 @@ class RunPlan:
         microbatches: Number of microbatches of a step.
         precision: The precision that the model computes in.
         recompute: The layers that recompute.
+        checkpoint_bytes: Bytes of a checkpoint, at most. Frozen weights may be left out.
         activations_unknown: Why the layers' activations are unknown. `memory` is then without them.
         disk: Bytes in files that each stage is read from. None if no model of transformers is read.
         halves: Blocks of a model of transformers that are cut into halves.
@@ -64,6 +65,7 @@ class RunPlan:
     microbatches: int
     precision: str = "float32"
     recompute: tuple[int, ...] = ()
+    checkpoint_bytes: int = 0
     activations_unknown: str | None = None
     disk: tuple[int, ...] | None = None
     halves: tuple[int, ...] = ()
@@ -340,5 +342,9 @@ def _plan_of(
         microbatches=options.microbatches,
         precision=options.precision,
         recompute=tuple(sorted(recomputed)),
+        checkpoint_bytes=sum(
+            cost.weight_bytes + cost.optimizer_bytes * (replicas if options.zero else 1)
+            for cost in costs
+        ),
         activations_unknown=activations_unknown,
     )

@@ -55,6 +55,7 @@ RUNS = {
         "dynmo train run.toml": [f"dynmo train run.toml {SMALL}"],
     },
     REFERENCE: {
+        "dynmo doctor": ["dynmo doctor", "dynmo doctor run.toml --ranks 2 --json"],
         "dynmo data run.toml --out data.bin": [f"dynmo data run.toml {SMALL} --out data.bin"],
         "dynmo profile run.toml": [
             f"dynmo profile run.toml {SMALL} --steps 2 --out costs.json --json",
@@ -84,6 +85,7 @@ RUNS = {
 # Their help is shown.
 COMMANDS = (
     "train",
+    "doctor",
     "data",
     "report",
     "schedule",

@@ -37,7 +37,7 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
     """
     rows, columns, weight = linear.out_features, linear.in_features, linear.weight
     shape = f"{str(weight.dtype).removeprefix('torch.')}, {rows}x{columns}, {tokens} tokens"
-    where = f"{_machine(weight.device)}, torch {torch.__version__}, kernels {_KERNELS}, {shape}"
+    where = f"{_measured_on(weight.device)}{shape}"
     path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
     sparsity = _read(path, where)
     if sparsity is None:
@@ -48,6 +48,18 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
             partial.write_text(json.dumps({"measured_on": where, "sparsity": sparsity}) + "\n")
             partial.replace(path)
     return sparsity
+
+
+def kept_crossovers(device: torch.device) -> dict[str, float]:
+    """Returns the sparsities that are known for this machine, by type and shape."""
+    start, kept = _measured_on(device), dict[str, float]()
+    for path in sorted(_folder().glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            where = json.loads(path.read_text())["measured_on"]
+            sparsity = _read(path, where)
+            if where.startswith(start) and sparsity is not None:
+                kept[where.removeprefix(start)] = sparsity
+    return kept
 
 
 def measure_crossover(
@@ -117,6 +129,10 @@ def _folder() -> Path:
     except RuntimeError:  # a user without a home: the result is not kept
         cache = Path(os.devnull)
     return (Path(own) if own else cache / "dynmo") / "crossover"
+
+
+def _measured_on(device: torch.device) -> str:
+    return f"{_machine(device)}, torch {torch.__version__}, kernels {_KERNELS}, "
 
 
 def _machine(device: torch.device) -> str:
