@@ -107,16 +107,19 @@ def chrome_trace(
     ]
     passes.sort(key=lambda x: x.row.step)
     events = list(_names(max((x.track for x in passes), default=size - 1) + 1))
-    arrows = count()
-    for number, found in groupby(passes, key=lambda x: int(x.row.step)):
-        own = list(found)
-        start = min(x.row.start for x in own)
+    arrows, free = count(), dict[int, float]()
+    groups = [list(found) for _, found in groupby(passes, key=lambda x: x.row.step)]
+    starts = [min(x.row.start for x in own) for own in groups]
+    for own, start, until in zip(groups, starts, [*starts, math.inf][1:], strict=True):
         events += _events(_MEASURED, [*own, *_sums(own)], arrows)
-        step = known.get(number)
-        planned = [] if step is None else _planned(step, own, layers, start)
+        step = known.get(int(own[0].row.step))
+        planned = [] if step is None else _planned(step, own, layers, start, free)
+        free |= {x.track: x.row.end for x in planned}
         events += _events(_PLANNED, planned, arrows)
         if step is not None:
-            events += _figures(step, own, planned)
+            # A rank may begin a step before another one has ended the step before.
+            end = min(until, max(x.row.end for x in own))
+            events += _figures(step, own, planned, (start, end))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -158,9 +161,18 @@ def _sums(passes: Iterable[_Pass]) -> Iterator[_Pass]:
 
 
 def _planned(
-    step: TracedStep, passes: Sequence[_Pass], layers: Sequence[LayerCost], start: float
+    step: TracedStep,
+    passes: Sequence[_Pass],
+    layers: Sequence[LayerCost],
+    start: float,
+    free: Mapping[int, float],
 ) -> list[_Pass]:
-    """Returns the passes as planned. Empty if a rank of the step has left, or none was known."""
+    """Returns the passes as planned. Empty if a rank of the step has left, or none was known.
+
+    Args:
+        start: When the step began. A plan that is longer than its step delays the next one.
+        free: When each track is free of the plans before.
+    """
     layout, planned = step.layout, list[_Pass]()
     for replica in range(layout.replicas):
         own = [x for x in passes if x.row.replica == replica and x.kind in _PASSES]
@@ -168,16 +180,20 @@ def _planned(
         if timeline is None:
             return []
         tracks = {layout.stage_ranks[int(x.row.stage)]: x.track for x in own}
-        planned += [
-            _Pass(
-                tracks[rank],
-                op.kind,
-                Row(step.number, 0, *op[1:], replica, start + begin, start + end, end - begin),
-            )
-            for rank, spans in enumerate(timeline.ranks)
-            for op, begin, end in spans
-        ]
-    return planned
+        for rank, spans in enumerate(timeline.ranks):
+            start = max(start, free.get(tracks[rank], start) - spans[0].start)
+            planned += [
+                _Pass(
+                    tracks[rank],
+                    op.kind,
+                    Row(step.number, 0, *op[1:], replica, begin, end, end - begin),
+                )
+                for op, begin, end in spans
+            ]
+    return [
+        x._replace(row=x.row._replace(start=start + x.row.start, end=start + x.row.end))
+        for x in planned
+    ]
 
 
 def _replayed(
@@ -251,14 +267,14 @@ def _events(
                 "name": name,
                 "cat": "message",
                 "id": number,
-                "ts": _ends(x.row)[0],
+                "ts": round(x.row.start * 1e6, 3),
                 **({"bp": "e"} if phase == "f" else {}),
             }
 
 
 def _event(process: int, x: _Pass) -> dict[str, Any]:
     (name, colour), row = _STYLES[x.kind], x.row
-    ts, stop = _ends(row)
+    ts, stop = _micro(row.start, row.end)
     event = {
         "ph": "X",
         "pid": process,
@@ -279,18 +295,20 @@ def _event(process: int, x: _Pass) -> dict[str, Any]:
     return event
 
 
-def _ends(row: Row) -> tuple[float, float]:
+def _micro(start: float, end: float) -> tuple[float, float]:
     # Both ends are rounded, not the length. Otherwise neighbours could overlap, and viewers would
     # show them nested.
-    return round(row.start * 1e6, 3), round(row.end * 1e6, 3)
+    return round(start * 1e6, 3), round(end * 1e6, 3)
 
 
 def _figures(
-    step: TracedStep, measured: Sequence[_Pass], planned: Sequence[_Pass]
+    step: TracedStep,
+    measured: Sequence[_Pass],
+    planned: Sequence[_Pass],
+    ends: tuple[float, float],
 ) -> Iterator[dict[str, Any]]:
     """Yields the span of a step with its figures, and counters of them."""
-    start = min(x.row.start for x in measured)
-    ts, stop = round(start * 1e6, 3), round(max(x.row.end for x in measured) * 1e6, 3)
+    ts, stop = _micro(*ends)
     idle = {"measured": step.idle_ratio}
     length = {"measured": _makespan(x for x in measured if x.kind != OPTIMIZER)}
     if planned:
