@@ -29,7 +29,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     if [ "$DEVICE" = cpu ]; then \
         export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; \
     fi; \
-    pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[$EXTRAS]"
+    pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)${EXTRAS:+[$EXTRAS]}"
 RUN useradd --uid 1000 --create-home dynmo && install --directory --owner dynmo /work
 USER 1000
 WORKDIR /work
