@@ -41,6 +41,7 @@ _STYLES = {
 KINDS: list[str] = list(_STYLES)
 _PASSES = frozenset[str](Kind)
 _STEPS, _MEASURED, _PLANNED = 1, 2, 3  # processes of the trace
+_MOST_RANKS = 10_000
 
 
 class Row(NamedTuple):
@@ -142,8 +143,8 @@ def _named(what: str, name: str, **place: int) -> dict[str, Any]:
 
 
 def _thread(process: int, track: int) -> int:
-    """Perfetto takes threads of two processes with one number for one thread."""
-    return track * 4 + process
+    """Viewers show the number, and want another one in each process."""
+    return process * _MOST_RANKS + track
 
 
 def _sums(passes: Iterable[_Pass]) -> Iterator[_Pass]:
@@ -314,8 +315,10 @@ def _figures(
     if planned:
         length["planned"] = _makespan(planned)
         idle["planned"] = _idle(planned)
-    loss = {"loss": step.loss} if math.isfinite(step.loss) else {}
-    args: dict[str, Any] = {"step": step.number, **loss, "span ms": step.span * 1e3}
+    args: dict[str, Any] = {"step": step.number, "span ms": step.span * 1e3}
+    loss = {"train": step.loss} if math.isfinite(step.loss) else {}  # JSON has no NaN
+    if loss:
+        args["loss"] = step.loss
     for name, values in (("idle share", idle), ("makespan ms", length)):
         args |= {f"{name}, {key}": value for key, value in values.items()}
     place = {"pid": _STEPS, "tid": _thread(_STEPS, 0)}
