@@ -101,6 +101,13 @@ def test_sdist_has_what_building_and_testing_need(built: Path) -> None:
     assert names == {*_tracked(), "PKG-INFO"}
 
 
+def test_twine_finds_nothing(built: Path) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", *built.glob("dynmo_train-*")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") == 2
+
+
 @pytest.mark.parametrize("text", [*(f"dynmo {name} --help" for name in COMMANDS), *QUICK])
 def test_command_without_ranks_runs(text: str, programs: Path, outside: Path) -> None:
     assert run(text, programs, outside)

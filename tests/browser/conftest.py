@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HERE = (None, "127.0.0.1", "localhost", "::1")
 """Hosts that are this machine. Files, data and blobs have none."""
 RESOLVE = "MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1, EXCLUDE [::1]"
@@ -20,10 +20,10 @@ RESOLVE = "MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1, EXCLUDE [::1]"
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, which `.ci/install-chromium` installs."""
+    """Chromium, which `.ci/install-chromium` installs, or Chrome."""
     from playwright.sync_api import sync_playwright
 
-    if not CHROMIUM.exists():
+    if CHROMIUM is None:
         pytest.skip("no Chromium: .ci/install-chromium")
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", f"--host-resolver-rules={RESOLVE}"]
