@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.output import PICTURES, save_pictures
+from docs.tools import film
 from docs.tools.pictures import SOURCES, draw
 from tests.pictures import defects
 
@@ -25,3 +26,13 @@ def test_pictures_are_up_to_date_and_readable(source: str, tmp_path: Path) -> No
             f"{name}: python -m docs.tools.pictures {source} draws it anew"
         )
         assert defects(figure) == [], name
+
+
+def test_film_is_up_to_date() -> None:
+    assert (PICTURES / "film.svg").read_text() == film.draw()
+
+
+def test_each_picture_has_a_source() -> None:
+    """No picture is left behind when what drew it is renamed."""
+    named = {f"{name}.svg" for source in SOURCES for name in draw(source)} | {"film.svg"}
+    assert {path.name for path in PICTURES.glob("*.svg")} == named

@@ -27,7 +27,7 @@ from dynmo.schedule.catalogue import (
     make,
     stage_ranks_of,
 )
-from dynmo.schedule.op import Kind, Schedule
+from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 if TYPE_CHECKING:
@@ -282,33 +282,10 @@ def _write_torch_csv(path: Path, schedule: Schedule) -> None:
         raise InputError(f"torch CSV {path} cannot be written: {error.strerror}") from None
 
 
-_COLOURS = {Kind.F: "tab:cyan", Kind.B: "tab:green", Kind.W: "gold", Kind.BW: "tab:pink"}
-
-
 def _plot(timeline: Timeline, path: Path) -> None:
-    """Draws a row for each rank, with a bar for each op. Later stages of a rank are paler."""
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
-    from matplotlib.patches import Patch
+    from dynmo.report.schedule_figure import timeline_figure  # matplotlib takes a while
 
-    rows = timeline.ranks
-    size = min(4 + 0.2 * max(map(len, rows)), 40), 1.5 + 0.4 * len(rows)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    for rank, row in enumerate(rows):
-        for op, start, end in row:
-            alpha = 1 / (1 + op.stage // len(rows))
-            axes.barh(rank, end - start, left=start, color=_COLOURS[op.kind], alpha=alpha)
-            middle = (start + end) / 2
-            axes.text(middle, rank, str(op.microbatch), ha="center", va="center", fontsize=6)
-    used = {op.kind for row in rows for op, *_ in row}
-    axes.legend(
-        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in Kind if kind in used],
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-    )
-    axes.set(xlabel="time", ylabel="rank", yticks=range(len(rows)))
-    axes.invert_yaxis()
-    save_plot(figure, path)
+    save_plot(timeline_figure(timeline), path)
 
 
 def _print_json(
