@@ -30,12 +30,12 @@ from dynmo.cli.rank_process import (
     stdout_for_json,
 )
 from dynmo.cli.run_folder import RUNS
+from dynmo.doctor.finding import Finding, State
 from dynmo.errors import ConfigError, DynmoError, Interrupted
 from dynmo.options import Count
 
 if TYPE_CHECKING:
     from dynmo.config import Config
-    from dynmo.doctor.finding import Finding
     from dynmo.runtime.comm.rank_group import RankGroup
     from dynmo.runtime.comm.rendezvous import Rendezvous
 
@@ -84,58 +84,40 @@ def _check(
     listen: Callable[[int, int], None],
 ) -> list[Finding]:
     """Checks this machine. Without a launcher, starts ranks that measure."""
-    from dynmo.doctor.finding import Finding, State
     from dynmo.doctor.packages import check_packages, packages_of
 
-    listen(0, 6)
+    listen(0, 4)
     found = list(check_packages(packages_of(config) if options.config else ()))
     if any(each.state == State.problem and not each.check.startswith("extra") for each in found):
         return found  # nothing else can be loaded
     import torch
 
     from dynmo.doctor.network import check_network
-    from dynmo.doctor.resources import (
-        check_config,
-        check_devices,
-        check_disk,
-        check_kernels,
-        check_memory,
-    )
+    from dynmo.doctor.resources import check_resources
 
     ranks = ranks or max(torch.cuda.device_count(), 2 - torch.cuda.is_available())
-    first, here = 0, max(ranks, config.ranks)
+    here = range(max(ranks, config.ranks))
     if rendezvous is not None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", rendezvous.size))
         first = rendezvous.rank - rendezvous.local_rank
-    listen(1, 6)
-    network = list(check_network(rendezvous))
-    found += network
-    listen(2, 6)
-    found += check_devices(config, here)
-    plan = None
-    if options.config is not None:
-        listen(3, 6)
-        with stdout_for_json(True):
-            plan, of_config = check_config(config)
-        found += of_config
-    listen(4, 6)
-    found += check_memory(config, plan, range(first, first + here))
-    found += check_disk(config, plan, RUNS / config.name)
-    found += check_kernels(config)
+        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", rendezvous.size)))
+    listen(1, 4)
+    found += check_network(rendezvous)
+    listen(2, 4)
+    with stdout_for_json(True):  # a model of the user's own may print
+        found += check_resources(config, options.config is not None, here, RUNS / config.name)
+    listen(3, 4)
     if rendezvous is None:
-        listen(5, 6)
-        faults = [each.check for each in found if each.state == State.problem]
-        if {"interface of local ranks", "devices", "backends", "temporary folder"} & {*faults}:
+        faults = {each.check for each in found if each.state == State.problem}
+        if faults & {"interface of local ranks", "devices", "backends", "temporary folder"}:
             seen = "not measured: mend the problems first"
             return [*found, Finding("ranks", State.warning, seen)]
         found += _measure_here(config, ranks)
-    listen(6, 6)
+    listen(4, 4)
     return found
 
 
 def _measure_here(config: Config, ranks: int) -> list[Finding]:
     """Starts ranks on this machine, and returns what they found."""
-    from dynmo.doctor.finding import Finding
     from dynmo.elastic.launcher.supervisor import spawn
 
     try:
@@ -153,8 +135,6 @@ def _measure_here(config: Config, ranks: int) -> list[Finding]:
 
 
 def _of_failure(error: DynmoError) -> Finding:
-    from dynmo.doctor.finding import Finding, State
-
     remedy = "mend what the other lines say; DYNMO_TRACEBACK=1 shows more of torch's own words"
     return Finding("ranks", State.problem, str(error), remedy)
 
@@ -217,8 +197,6 @@ def _joined_rank(options: DoctorOptions, config: Config, rendezvous: Rendezvous)
 
 def _merged(shared: Iterable[tuple[str, list[dict[str, Any]]]]) -> Iterator[Finding]:
     """Yields the findings of all machines. Those that all have alike come once."""
-    from dynmo.doctor.finding import Finding
-
     of_host = {host: [Finding(**each) for each in found] for host, found in shared if found}
     told = list[Finding]()
     for host, found in of_host.items():
@@ -233,8 +211,6 @@ def _merged(shared: Iterable[tuple[str, list[dict[str, Any]]]]) -> Iterator[Find
 
 def _show(found: Sequence[Finding], as_json: bool) -> int:
     """Prints the findings. Returns the exit status."""
-    from dynmo.doctor.finding import State
-
     counts = Counter(each.state for each in found)
     problems, warnings = counts[State.problem], counts[State.warning]
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
@@ -30,8 +29,31 @@ PROCESS = 200 << 20
 _LOG, _LAUNCH = 64 << 20, 1 << 20
 
 
-def check_devices(config: Config, ranks: int) -> Iterator[Finding]:
-    """Checks that each rank of this machine has a device, and that torch has backends."""
+def check_resources(
+    config: Config, is_given: bool, ranks: Sequence[int], folder: Path
+) -> Iterator[Finding]:
+    """Checks what the ranks of this machine need.
+
+    Args:
+        is_given: Whether the config is a run. Otherwise only its devices are looked for.
+        ranks: Numbers of the ranks on this machine.
+        folder: The folder of the run.
+    """
+    plan = None
+    yield from _devices(config, len(ranks))
+    if is_given:
+        yield from (Finding("config", State.warning, text) for text in warnings_of(config))
+        try:
+            plan = plan_run(config)
+        except InputError as error:
+            check = "memory of the run" if isinstance(error, NoRoomError) else "config"
+            yield Finding(check, State.problem, str(error))
+    yield from _memory(config, plan, ranks)
+    yield from _disk(config, plan, folder)
+    yield from _kernels(config)
+
+
+def _devices(config: Config, ranks: int) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     seen = ", ".join([f"{cores} cores", *names])
@@ -64,24 +86,7 @@ def _of_driver(seen: str, figures: dict[str, object]) -> Finding:
     return Finding("devices", State.warning, seen, remedy, figures)
 
 
-def check_config(config: Config) -> tuple[RunPlan | None, list[Finding]]:
-    """Plans the run of a config, from shapes alone. Returns no plan if that fails."""
-    found = [Finding("config", State.warning, text) for text in warnings_of(config)]
-    try:
-        return plan_run(config), found
-    except NoRoomError as error:
-        return None, [*found, Finding("memory of the run", State.problem, str(error))]
-    except InputError as error:
-        return None, [*found, Finding("config", State.problem, str(error))]
-
-
-def check_memory(config: Config, plan: RunPlan | None, ranks: Sequence[int]) -> Iterator[Finding]:
-    """Compares the memory that is free with what the ranks of this machine need.
-
-    Args:
-        plan: The plan of the run. None: nothing but the processes is known.
-        ranks: Numbers of the ranks on this machine.
-    """
+def _memory(config: Config, plan: RunPlan | None, ranks: Sequence[int]) -> Iterator[Finding]:
     needs = {rank: _need_of(config, plan, rank) for rank in ranks}
     gpus = 0 if config.parallel.device == "cpu" else torch.cuda.device_count()
     need = len(ranks) * PROCESS + (0 if gpus else sum(needs.values()))
@@ -119,8 +124,7 @@ def _of_memory(check: str, free: int, need: int, beside: str) -> Finding:
     return Finding(check, State.problem, seen, remedy, figures)
 
 
-def check_disk(config: Config, plan: RunPlan | None, folder: Path) -> Iterator[Finding]:
-    """Checks the space for checkpoints in a run's folder, and for the launch folder."""
+def _disk(config: Config, plan: RunPlan | None, folder: Path) -> Iterator[Finding]:
     saves = plan is not None and config.checkpoint.every != 0
     # A new checkpoint is complete before the oldest is removed.
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
@@ -147,9 +151,9 @@ def _of_disk(check: str, folder: Path, need: int, what: str) -> Finding:
     return Finding(check, State.problem, seen, remedy, figures)
 
 
-def check_kernels(config: Config) -> Iterator[Finding]:
-    """Says from where sparse kernels pay, and whether compilers are there."""
-    kept = kept_crossovers(device_for(config, 0))
+def _kernels(config: Config) -> Iterator[Finding]:
+    on_cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    kept = kept_crossovers(torch.device("cuda" if on_cuda else "cpu"))
     seen = "; ".join(f"{shape}: from {sparsity:.0%}" for shape, sparsity in kept.items())
     seen = (
         f"sparse weights pay, {seen}"
@@ -157,19 +161,17 @@ def check_kernels(config: Config) -> Iterator[Finding]:
         else ("no crossover of sparse weights is known yet: a run that prunes measures it")
     )
     yield Finding("kernels", State.ok, seen, figures={"sparsity": kept})
-    if torch.cuda.is_available() and find_spec("triton") is None:
+    if on_cuda and find_spec("triton") is None:
         seen = "triton is not installed (for sparse attention and train.compile on CUDA)"
         yield Finding("kernels", State.warning, seen, "pip install triton")
-    if config.train.compile and not torch.cuda.is_available() and not _compiler():
+    if config.train.compile and not on_cuda and not _compiler():
         seen = "no C++ compiler is here (for train.compile)"
         remedy = "install g++, name one in CXX, or leave out train.compile"
         yield Finding("kernels", State.problem, seen, remedy)
 
 
 def _compiler() -> str | None:
-    with contextlib.suppress(KeyError):
-        return shutil.which(os.environ["CXX"])
-    return shutil.which("g++") or shutil.which("clang++")
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def _size(count: int) -> str:

@@ -214,6 +214,46 @@ def test_crossovers_of_this_machine_are_known(look: Look, monkeypatch: pytest.Mo
     assert "float32, 9x7, 3 tokens: from 75%" in look()["kernels"][1]
 
 
+def test_absent_device_is_named(look: Look, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with (tmp_path / "run.toml").open("a") as file:
+        file.write('[parallel]\ndevice = "cuda"\n')
+    found = look("run.toml")
+    assert found["devices"][0] == "problem"
+    assert "torch sees no CUDA device" in found["devices"][2]
+    assert found["ranks"][0] == "problem"
+
+
+def test_gpus_are_looked_at(dynmo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two GPUs, one is full. Four ranks are too many for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dynmo.cli.doctor._measure_here", lambda *_: [])
+    fakes: dict[str, Callable[..., object]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_name": lambda device: "a card",
+        "mem_get_info": lambda device: (device << 40, 1 << 40),
+        "set_device": lambda device: None,
+        "nccl.version": lambda: (2, 27),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", fake)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    text = CONFIG + "[parallel]\npipeline = 2\n"
+    (tmp_path / "text").write_bytes(bytes(2000))
+    (tmp_path / "run.toml").write_text(text)
+    done = dynmo("doctor", "run.toml", "--json")
+    found = by_check(json.loads(done.out)["findings"])
+    assert found["memory of GPU 0"][0] == "problem"
+    assert found["memory of GPU 1"][0] == "ok"
+    assert found["backends"][1] == "gloo, nccl 2.27"
+    assert found["devices"][1].endswith("cores, a card, a card")
+    done = dynmo("doctor", "run.toml", "--ranks", 4, "--json")
+    found = by_check(json.loads(done.out)["findings"])
+    assert "local rank 3 has no CUDA device" in found["devices"][2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "mentions"),
     [
