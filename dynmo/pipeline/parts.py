@@ -289,6 +289,8 @@ class Parts:
             self.optimizer.restore(state["groups"])
         self.outside = None
         self._watch(newcomer.reference)
+        if self.changes.tracer is not None:
+            self.changes.tracer.keep_around()
 
     def _begin_at(
         self, step: int, loss: float = math.nan, moves: int = 0, joined: bool = False

@@ -101,8 +101,14 @@ def chrome_trace(
     """
     known = {step.number: step for step in steps}
     size = len(tables)
+    # The origin of time is the last change of the ranks. Perfetto drops what came before its zero.
+    before = min([0.0, *(row.start for row in chain(*tables))])
     passes = [
-        _Pass(process + size * _slice(row, known), KINDS[int(row.kind)], row)
+        _Pass(
+            process + size * _slice(row, known),
+            KINDS[int(row.kind)],
+            row._replace(start=row.start - before, end=row.end - before),
+        )
         for process, table in enumerate(tables)
         for row in table
     ]

@@ -27,6 +27,7 @@ def main(file: str | None = None, *options: str) -> None:
             microbatches=3,
             optimizer=dynmo.AdamW(lr=1e-2),
             elastic=dynmo.Elastic(reshape_at=meshes),
+            log=dynmo.Log(trace=1),
             parallel=dynmo.Parallel(pipeline=1 if world.size == 1 and not joins else 2),
         )
         schedule = torch.optim.lr_scheduler.StepLR(pipeline.optimizer, 1, 0.5)
@@ -41,6 +42,7 @@ def main(file: str | None = None, *options: str) -> None:
             else:
                 pipeline.optimizer.param_groups[0]["lr"] *= 0.5
         print(f"rank {world.rank} of {world.size}: weights {pipeline.digest()}", flush=True)
+        pipeline.measured.save_trace(None if file is None else f"{file}.trace")
         pipeline.close()
 
 

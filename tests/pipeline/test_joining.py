@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_new_process_joins_a_loop_and_gets_its_bits(pool: Pool, tmp_path: Path) 
     (digest,) = {*re.findall(r"weights (\w{64})", "".join([expected, *said, joined]))}
     assert f"rank 2 of 3: weights {digest}" in joined
     assert all(digest in text for text in said)
+    # The first step of all three ranks, the last one, and the last one of two.
+    events = json.loads(Path(f"{file}.trace").read_text())["traceEvents"]
+    passes = [e for e in events if e.get("cat") in ("F", "BW", "planned F", "planned BW")]
+    assert all(e["ts"] >= 0 for e in passes)
+    ranks = {step: set[int]() for step in (2, 3, 5)}
+    for e in passes:
+        ranks[e["args"]["step"]].add(e["tid"])
+    assert [len(found) for found in ranks.values()] == [4, 6, 6], "measured and planned"
 
 
 def test_process_outside_has_left_and_says_what_to_do() -> None:
