@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -17,7 +17,7 @@ from dynmo.change_events import SlowRankEvent
 from dynmo.errors import DynmoError
 from dynmo.plan.alternatives import choose_schedule
 from dynmo.plan.best import plan_on
-from dynmo.plan.evaluate import Plan
+from dynmo.plan.evaluate import Plan, evaluate
 from dynmo.plan.problem import Allowed
 from dynmo.report.lines import busy_text
 from dynmo.report.numbers import plus, show_share, show_size
@@ -56,7 +56,8 @@ class Diagnosis:
 
 def diagnose(run: RunRecord) -> Diagnosis:
     """Finds the causes. It plans the run's layers anew, which takes up to a few seconds."""
-    found = [*_data(run), *_slow_rank(run), *_placement(run), *_schedule(run)]
+    plan = _with_speeds(run)
+    found = [*_data(run), *_slow_rank(run, plan), *_placement(run, plan), *_schedule(run, plan)]
     causes = tuple(sorted((x for x in found if x.share >= LEAST), key=lambda x: -x.share))
     phase, busy = run.summary.phases[-1], busy_text([run.summary])
     computes = f"the ranks compute {show_share(1 - phase.idle_ratio)} of a step"
@@ -88,25 +89,40 @@ def _data(run: RunRecord) -> Iterator[Cause]:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def _slow_rank(run: RunRecord) -> Iterator[Cause]:
+def _slow_rank(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
     told = {event.rank: event for event in run.all(SlowRankEvent)}
     worst = max(told.values(), key=lambda event: event.factor, default=None)
-    rank, factor = _slowest(run)
-    who = f"rank {rank}"
+    speeds = () if plan is None else plan.problem.speeds or ()
     if worst is not None and worst.factor > 1:
         rank, factor, who = worst.rank, worst.factor, f"rank {worst.rank} on {worst.machine}"
-    busy = _busy(run)
-    if factor < _SLOW or not rank < len(busy) or not max(busy):
+    elif speeds:
+        rank = speeds.index(min(speeds))
+        factor, who = _usual(speeds) / min(speeds), f"rank {rank}"
+    else:
         return
-    # It holds the step up as far as it is the busiest.
-    others = [seconds for index, seconds in enumerate(busy) if index != rank]
+    if factor < _SLOW:
+        return
+    if plan is not None and speeds:
+        even = tuple(max(speed, _usual(speeds)) for speed in speeds)
+        alike = evaluate(replace(plan.problem, speeds=even), plan.choice)
+        share = 1 - alike.step / plan.step
+    else:  # it holds the step up as far as it is the busiest
+        busy = _busy(run)
+        others = [seconds for index, seconds in enumerate(busy) if index != rank]
+        own = busy[rank] if rank < len(busy) else 0.0
+        share = 1 - max(own / factor, *others, 0.0) / max(own, *others, 1e-12)
     yield Cause(
         "A slow rank",
-        max(0.0, 1 - max(busy[rank] / factor, *others, 0.0) / max(busy)),
+        share,
         f"{who} takes {factor:.2f} times as long as the others for the same layers",
         "Look at what else runs there. A balancer gives it fewer layers, and elastic.repack gives "
         "it back",
     )
+
+
+def _usual(speeds: Sequence[float]) -> float:
+    """Returns the middle speed. Of two, that is the faster one."""
+    return sorted(speeds)[len(speeds) // 2]
 
 
 def _busy(run: RunRecord) -> tuple[float, ...]:
@@ -117,14 +133,35 @@ def _busy(run: RunRecord) -> tuple[float, ...]:
     return tuple(median(column) for column in zip(*rows, strict=True))
 
 
-def _slowest(run: RunRecord) -> tuple[int, float]:
+def _with_speeds(run: RunRecord) -> Plan | None:
+    """Returns the run's plan. A rank whose layers all take longer than their like is slow in it."""
+    plan = run.plan
+    if plan is None or plan.problem.speeds is not None:
+        return plan
+    rank, factor = _slowest(plan)
+    if factor < _SLOW:
+        return plan
+    own = {
+        index
+        for stage, holder in enumerate(plan.stage_ranks)
+        if holder == rank
+        for index in plan.partition.range_of(stage)
+    }
+    layers = tuple(
+        replace(x, f=x.f / factor, b=x.b / factor, w=x.w / factor) if index in own else x
+        for index, x in enumerate(plan.problem.layers)
+    )
+    profile = replace(plan.problem.profile, layers=layers)
+    speeds = tuple(1 / factor if each == rank else 1.0 for each in range(plan.mesh.pipeline))
+    return evaluate(replace(plan.problem, profile=profile, speeds=speeds), plan.choice)
+
+
+def _slowest(plan: Plan) -> tuple[int, float]:
     """Returns the rank that takes longest for layers of the same kind, and how many times as long.
 
     Kinds are layers with the same name but for numbers, and with weights of the same size.
     """
-    plan, profile = run.plan, run.profile
-    if plan is None or profile is None:
-        return 0, 1.0
+    profile = plan.problem.profile
     kinds: dict[tuple[str, int, bool], dict[int, list[float]]] = {}
     for stage, rank in enumerate(plan.stage_ranks):
         for index in plan.partition.range_of(stage):
@@ -158,18 +195,17 @@ def _best(plan: Plan) -> Plan:
     return min(best, plan, key=lambda each: each.step)
 
 
-def _placement(run: RunRecord) -> Iterator[Cause]:
-    plan, profile = run.plan, run.profile
-    if plan is None or profile is None or plan.mesh.pipeline == 1:
+def _placement(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
+    if plan is None or plan.mesh.pipeline == 1:
         return
     best = _best(plan)
     yield from _heavy_layer(best)
-    frozen, cost = profile.first_trainable, plan.rank_cost
+    frozen, cost = plan.problem.profile.first_trainable, plan.rank_cost
     most, least = cost.index(max(cost)), cost.index(min(cost))
     yield Cause(
         "A frozen part that is not balanced" if frozen else "Uneven layers",
         1 - best.step / plan.step,
-        f"rank {most} has {cost[most] / max(cost[least], 1e-12):.1f} times the work of rank "
+        f"rank {most} has {cost[most] / max(cost[least], 1e-12):.1f} times the seconds of rank "
         f"{least} with the layers {plus(plan.partition.counts)}"
         + (f", because layers 0 to {frozen - 1} are frozen" if frozen else "")
         + f"; {plus(best.partition.counts)} would be even",
@@ -199,9 +235,8 @@ def _heavy_layer(best: Plan) -> Iterator[Cause]:
 # -- schedule --------------------------------------------------------------------------------------
 
 
-def _schedule(run: RunRecord) -> Iterator[Cause]:
+def _schedule(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
     """Compares the schedule with the best one, and with the best one without a limit of memory."""
-    plan = run.plan
     if plan is None or plan.mesh.pipeline == 1:
         return
     now, limit = _best(plan), plan.problem.memory_limit

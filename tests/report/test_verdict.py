@@ -12,7 +12,7 @@ from dynmo.report.verdict import diagnose
 from tests.report.folders import LAYER, end_of, make_run, steps_of, waited
 
 HALF = replace(LAYER, b=0.0, w=0.0)
-DEAR = replace(LAYER, f=0.06, b=0.06, w=0.06)
+DEAR = replace(LAYER, f=0.06, b=0.06, w=0.06, parameters=9000)  # of another kind
 SLOW = replace(LAYER, f=0.03, b=0.03, w=0.03)
 
 
