@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -298,31 +299,37 @@ Row = list[tuple[str, int, float, float]]
 """Passes of a rank: kind, microbatch, begin and end in seconds."""
 
 
-def measured_rows(run: RunRecord) -> tuple[int, list[Row]] | None:
-    """Returns the last step that the trace has, and the passes of each rank in it."""
-    spans = [span for span in run.trace if span.get("cat") in COLOURS]
-    if not spans:
+def traced_rows(run: RunRecord) -> tuple[int, list[Row], list[Row]] | None:
+    """Returns the last step that the trace has: its passes as measured, and as planned."""
+    steps = [span["args"]["step"] for span in run.trace if span.get("cat") in COLOURS]
+    if not steps:
         return None
-    step = max(span["args"]["step"] for span in spans)
-    spans = [span for span in spans if span["args"]["step"] == step]
-    origin = min(span["ts"] for span in spans)
+    step = max(steps)
+    spans = [span for span in run.trace if span.get("args", {}).get("step") == step]
+    return step, _rows(spans, ""), _rows(spans, "planned ")
+
+
+def _rows(spans: Sequence[dict[str, Any]], before: str) -> list[Row]:
+    """Returns the passes of each rank, of the kinds whose category begins with a word."""
+    kinds = {f"{before}{kind}": kind for kind in COLOURS}
+    spans = [span for span in spans if span.get("cat") in kinds]
+    origin = min((span["ts"] for span in spans), default=0.0)
     ranks = sorted({span["tid"] for span in spans})
     rows: list[Row] = [[] for _ in ranks]
     for span in spans:
         begin = (span["ts"] - origin) / 1e6
-        number = span["args"]["microbatch"]
         row = rows[ranks.index(span["tid"])]
-        row.append((span["cat"], number, begin, begin + span["dur"] / 1e6))
-    return step, rows
+        end = begin + span["dur"] / 1e6
+        row.append((kinds[span["cat"]], span["args"]["microbatch"], begin, end))
+    return rows
 
 
-def planned_rows(run: RunRecord) -> list[Row] | None:
+def simulated_rows(run: RunRecord) -> list[Row]:
     """Returns the passes of each rank as the simulator has them under the run's costs."""
-    if run.plan is None:
-        return None
+    ranks = () if run.plan is None else run.plan.timeline.ranks
     return [
         [(span.op.kind.name, span.op.microbatch, span.start, span.end) for span in rank]
-        for rank in run.plan.timeline.ranks
+        for rank in ranks
     ]
 
 
@@ -361,9 +368,10 @@ def draw_rows(axes: Axes, rows: Sequence[Row], until: float, numbers: bool = Tru
 
 def timeline(run: RunRecord) -> Picture | None:
     """Draws a step as it was measured above the same step as it was planned."""
-    measured, planned = measured_rows(run), planned_rows(run)
-    panels = [("measured", measured[1])] if measured else []
-    panels += [("planned", planned)] if planned else []
+    traced = traced_rows(run)
+    measured, planned = traced[1:] if traced else ([], [])
+    named = (("measured", measured), ("planned", planned or simulated_rows(run)))
+    panels = [(name, rows) for name, rows in named if rows]
     if not panels:
         return None
     until = max(end for _, rows in panels for row in rows for *_, end in row)
@@ -376,7 +384,7 @@ def timeline(run: RunRecord) -> Picture | None:
         axes.set_title(name, loc="left", fontsize=9)
     grid[-1].set_xlabel("seconds")
     _legend(grid[0], columns=4)
-    which = f"Step {measured[0]}. " if measured else ""
+    which = f"Step {traced[0]}. " if traced else ""
     return Picture(
         "timeline",
         "One step",
