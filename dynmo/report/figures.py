@@ -21,7 +21,7 @@ from dynmo.report.run_record import RunRecord
 from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_limits
 
-COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#1f5f99"}
+COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#2f7f7a"}
 _HATCHES = {"W": "////"}
 _NAMES = {"F": "F", "B": "B", "W": "W", "BW": "B and W in one"}
 _SHADES = ("#dbe7f3", "#f5e3c8", "#d9ecd9", "#efdbe6")
