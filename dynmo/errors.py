@@ -16,6 +16,7 @@
 Every message is one line: what was wrong, where, and what to do.
 """
 
+import shlex
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -88,6 +89,11 @@ class Interrupted(RunError):
 def not_installed(package: str) -> str:
     """Says that an optional package is missing, by its name on PyPI, and how it is installed."""
     return f"{package} is not installed; install it with pip install {package}"
+
+
+def how_to_install(*requirements: str) -> str:
+    """Returns a command for requirements such as "peft>=0.21", quoted for a shell."""
+    return f"pip install {' '.join(map(shlex.quote, requirements))}"
 
 
 def one_line(text: str) -> str:

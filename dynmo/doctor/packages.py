@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from dynmo.config import Config
 from dynmo.doctor.finding import Finding, State
-from dynmo.errors import first_line
+from dynmo.errors import first_line, how_to_install
 
 PACKAGE = "dynmo-train"
 _COMPILED = ("numpy", "numba", "torch")
@@ -103,5 +103,5 @@ def _of_list(
         seen = python + ", ".join(f"{name} {installed}" for name, installed in figures.items())
         return Finding(check, State.ok, seen, figures=figures)
     seen = "; ".join(faults.values()) + (f" (for {use})" if use else "")
-    wanted = " ".join(f"'{each.name}{each.specifier}'" for each in faults)
-    return Finding(check, state, seen, f"pip install {wanted}", figures)
+    remedy = how_to_install(*(f"{each.name}{each.specifier}" for each in faults))
+    return Finding(check, state, seen, remedy, figures)

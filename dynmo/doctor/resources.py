@@ -19,7 +19,7 @@ from dynmo import RunPlan
 from dynmo.cases.pruning.crossover import kept_crossovers
 from dynmo.config import Config
 from dynmo.doctor.finding import Finding, State
-from dynmo.errors import ConfigError, InputError, NoRoomError
+from dynmo.errors import ConfigError, InputError, NoRoomError, how_to_install
 from dynmo.runtime.state.background import spare_memory
 from dynmo.train.setup import device_for, plan_run, warnings_of
 
@@ -163,7 +163,7 @@ def _kernels(config: Config) -> Iterator[Finding]:
     yield Finding("kernels", State.ok, seen, figures={"sparsity": kept})
     if on_cuda and find_spec("triton") is None:
         seen = "triton is not installed (for sparse attention and train.compile on CUDA)"
-        yield Finding("kernels", State.warning, seen, "pip install triton")
+        yield Finding("kernels", State.warning, seen, how_to_install("triton"))
     if config.train.compile and not on_cuda and not _compiler():
         seen = "no C++ compiler is here (for train.compile)"
         remedy = "install g++, name one in CXX, or leave out train.compile"
