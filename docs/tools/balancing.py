@@ -14,12 +14,11 @@ from dynmo.plan.bisection import Chain, exact
 from dynmo.plan.costs import pipeline_costs
 from dynmo.plan.partition import Partition
 from dynmo.plan.pays import Change, Interval, pays
+from dynmo.report.schedule_figure import draw_timeline
 from dynmo.schedule.catalogue import make
-from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Timeline, simulate
 
-GREY, RED, BLUE, SKY, GREEN = "#999999", "#d55e00", "#0072b2", "#56b4e9", "#009e73"
-COLOURS = {Kind.F: SKY, Kind.B: GREEN, Kind.W: GREY, Kind.BW: GREEN}
+GREY, RED, BLUE, SKY = "#999999", "#d55e00", "#0072b2", "#56b4e9"
 WEIGHTS = [4.0, 2.0, 3.0, 3.0, 1.0, 2.0, 1.0, 1.0, 2.0, 3.0, 1.0, 1.0]
 RANKS = 4
 SLOPE = [1.0] * 36
@@ -94,22 +93,15 @@ def timelines() -> list[Timeline]:
 def schedule_aware() -> Any:
     """Draws the timelines of two placements of the same bottleneck."""
     drawn = timelines()
-    figure, panels = pyplot().subplots(2, 1, figsize=(WIDTH, 3.2), sharex=True)
+    figure, panels = pyplot().subplots(2, 1, figsize=(WIDTH, 3.6), sharex=True)
+    until = max(timeline.makespan for timeline in drawn)
     for axes, placement, timeline in zip(panels, TIED, drawn, strict=True):
-        for rank, row in enumerate(timeline.ranks):
-            for op, start, end in row:
-                axes.broken_barh(
-                    [(start, end - start)],
-                    (rank - 0.4, 0.8),
-                    facecolor=COLOURS[op.kind],
-                    edgecolor="white",
-                    hatch=None if op.kind == Kind.F else "////",
-                )
+        draw_timeline(axes, timeline, until)
+        axes.grid(visible=False)
         counts = "+".join(map(str, placement.counts))
-        axes.set(title=f"{counts} layers: {timeline.span:g}", ylabel="rank")
-        axes.set_yticks(range(len(timeline.ranks)))
-        axes.invert_yaxis()
-    panels[-1].set_xlabel("time (plain blue: F, hatched green: B and W)")
+        axes.set_title(f"{counts} layers: {timeline.span:g}")
+    panels[-1].set_xlabel("time")
+    legend_above(figure, 2)
     return figure
 
 

@@ -261,12 +261,13 @@ def _plot(result: ReplayResult, path: Path) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(result.workload.steps)
-    for label, series, colour in (
-        ("static", result.static, "tab:red"),
-        ("policy", result.policy, "tab:blue"),
-        ("perfect", result.perfect, "tab:gray"),
+    for label, series, colour, line in (
+        ("static", result.static, "tab:red", "--"),
+        ("policy", result.policy, "tab:blue", "-"),
+        ("perfect", result.perfect, "black", ":"),
     ):
-        axes.step(steps, [x.seconds for x in series], where="post", label=label, color=colour)
+        seconds = [x.seconds for x in series]
+        axes.step(steps, seconds, line, where="post", label=label, color=colour)
     for x in result.moves:
         axes.axvline(x.step, color="tab:blue", alpha=0.2, linewidth=1)
     axes.set(
@@ -275,5 +276,5 @@ def _plot(result: ReplayResult, path: Path) -> None:
         ylim=(0, None),
         title=result.workload.name,
     )
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=3)
     save_plot(figure, path)
