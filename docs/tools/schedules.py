@@ -42,12 +42,7 @@ def draw() -> dict[str, Any]:
         draw_timeline(axes, timeline, until)
         axes.grid(visible=False)
         bubble, memory = timeline.bubble_ratio, max(timeline.peak_memory)
-        joined = ""
-        for bars in axes.collections:
-            if bars.get_label() == "B and W in one":  # it looks like B
-                bars.set_label("B")
-                joined = " (B and W in one)"
-        axes.set_title(f"{name}{joined}: bubble {bubble:.0%}, memory {memory:g}", loc="left")
+        axes.set_title(f"{name}: bubble {bubble:.0%}, memory {memory:g}", loc="left")
     panels[-1].set_xlabel("time")
     legend_above(figure, 4)
     return {"schedules": figure}

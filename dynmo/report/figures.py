@@ -20,6 +20,7 @@ from dynmo.report.numbers import plus
 from dynmo.report.run_record import RunRecord
 from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_limits
+from dynmo.schedule.simulator import Timeline
 
 COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#2f7f7a"}
 _HATCHES = {"W": "////"}
@@ -324,12 +325,11 @@ def _rows(spans: Sequence[dict[str, Any]], before: str) -> list[Row]:
     return rows
 
 
-def simulated_rows(run: RunRecord) -> list[Row]:
-    """Returns the passes of each rank as the simulator has them under the run's costs."""
-    ranks = () if run.plan is None else run.plan.timeline.ranks
+def rows_of(timeline: Timeline) -> list[Row]:
+    """Returns the passes of each rank as the simulator has them."""
     return [
         [(span.op.kind.name, span.op.microbatch, span.start, span.end) for span in rank]
-        for rank in ranks
+        for rank in timeline.ranks
     ]
 
 
@@ -370,7 +370,9 @@ def timeline(run: RunRecord) -> Picture | None:
     """Draws a step as it was measured above the same step as it was planned."""
     traced = traced_rows(run)
     measured, planned = traced[1:] if traced else ([], [])
-    named = (("measured", measured), ("planned", planned or simulated_rows(run)))
+    if not planned and run.plan is not None:
+        planned = rows_of(run.plan.timeline)
+    named = (("measured", measured), ("planned", planned))
     panels = [(name, rows) for name, rows in named if rows]
     if not panels:
         return None

@@ -5,16 +5,8 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynmo.report.figures import Row, draw_rows
+from dynmo.report.figures import draw_rows, rows_of
 from dynmo.schedule.simulator import Timeline
-
-
-def rows_of(timeline: Timeline) -> list[Row]:
-    """Returns the passes of each rank."""
-    return [
-        [(span.op.kind.name, span.op.microbatch, span.start, span.end) for span in rank]
-        for rank in timeline.ranks
-    ]
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, until: float) -> None:
