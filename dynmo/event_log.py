@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from dynmo import change_events  # noqa: F401  # its events are kinds, too
 from dynmo.errors import InputError, RunError
@@ -41,9 +44,19 @@ def from_json(record: dict[str, Any]) -> Event:
             if key != "time" and (each.default, each.default_factory) != (MISSING, MISSING):
                 continue
             raise InputError(f"event {kind.event!r} lacks {word!r}")
-        value = record[word]
-        values[key] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return kind(**values)
+        values[key] = record[word]
+    try:
+        return _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0])
+        word, problem = _WORDS.get(key, key), first["msg"]
+        raise InputError(f"event {kind.event!r} has a wrong {word!r}: {problem}") from None
+
+
+@cache
+def _adapter(kind: type[Event]) -> TypeAdapter[Event]:
+    return TypeAdapter(kind)
 
 
 class EventLog:

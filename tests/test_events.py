@@ -145,6 +145,11 @@ def test_last_line_without_newline_is_an_event(tmp_path: Path) -> None:
         ('{"event": "party"}', ":2: .*'party'"),
         ('{"event": "eval", "step": 1, "time": 1.0}', ":2: .*'eval' .*'loss'"),
         ('{"step": 1}', ":2: .*None"),
+        (
+            '{"event": "eval", "step": 1, "time": 1.0, "loss": []}',
+            ":2: .*'eval' has a wrong 'loss'",
+        ),
+        ('{"event": "eval", "step": "a", "time": 1.0, "loss": 1}', ":2: .* wrong 'step': Input sh"),
     ],
 )
 def test_bad_line_is_named_in_the_error(tmp_path: Path, line: str, match: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dynmo.events import EvalEvent, StepResult
 from dynmo.report.numbers import plus
-from dynmo.report.run_record import RunRecord
+from dynmo.report.run_record import RunRecord, Span
 from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_limits
 from dynmo.schedule.simulator import Timeline
@@ -302,26 +301,25 @@ Row = list[tuple[str, int, float, float]]
 
 def traced_rows(run: RunRecord) -> tuple[int, list[Row], list[Row]] | None:
     """Returns the last step that the trace has: its passes as measured, and as planned."""
-    steps = [span["args"]["step"] for span in run.trace if span.get("cat") in COLOURS]
+    steps = [span.args.step for span in run.trace if span.cat in COLOURS]
     if not steps:
         return None
     step = max(steps)
-    spans = [span for span in run.trace if span.get("args", {}).get("step") == step]
+    spans = [span for span in run.trace if span.args.step == step]
     return step, _rows(spans, ""), _rows(spans, "planned ")
 
 
-def _rows(spans: Sequence[dict[str, Any]], before: str) -> list[Row]:
+def _rows(spans: Sequence[Span], before: str) -> list[Row]:
     """Returns the passes of each rank, of the kinds whose category begins with a word."""
     kinds = {f"{before}{kind}": kind for kind in COLOURS}
-    spans = [span for span in spans if span.get("cat") in kinds]
-    origin = min((span["ts"] for span in spans), default=0.0)
-    ranks = sorted({span["tid"] for span in spans})
+    spans = [span for span in spans if span.cat in kinds]
+    origin = min((span.ts for span in spans), default=0.0)
+    ranks = sorted({span.tid for span in spans})
     rows: list[Row] = [[] for _ in ranks]
     for span in spans:
-        begin = (span["ts"] - origin) / 1e6
-        row = rows[ranks.index(span["tid"])]
-        end = begin + span["dur"] / 1e6
-        row.append((kinds[span["cat"]], span["args"]["microbatch"], begin, end))
+        begin = (span.ts - origin) / 1e6
+        row = rows[ranks.index(span.tid)]
+        row.append((kinds[span.cat], span.args.microbatch, begin, begin + span.dur / 1e6))
     return rows
 
 

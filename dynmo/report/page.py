@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -120,7 +119,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
             for what, seconds in goodput.parts.items()
         ],
         "lines": _lines(run),
-        "config": _config_text(run.folder),
+        "config": run.config_text,
     }
 
 
@@ -213,13 +212,6 @@ def _lines(run: RunRecord) -> list[str]:
 def _note(event: Event) -> list[str]:
     line = event_line(event) if event.event in ("checkpoint", "held_out", "saves") else None
     return [] if line is None else [line]
-
-
-def _config_text(folder: Path) -> str:
-    try:
-        return (folder / "config.toml").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _compared(runs: Sequence[RunRecord]) -> dict[str, Any]:

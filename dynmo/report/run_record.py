@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from dynmo.change_events import ReshapeEvent, ResizeEvent, SpeedsEvent
 from dynmo.config import without_unused_keys
@@ -17,15 +18,35 @@ from dynmo.cost.costs_file import read as read_costs
 from dynmo.errors import DynmoError, InputError
 from dynmo.event_log import read
 from dynmo.events import CheckpointEvent, EndEvent, Event, StepResult
-from dynmo.files import parse_toml, read_text
+from dynmo.files import parse_json, parse_toml, read_text
 from dynmo.options import parse_bytes
 from dynmo.plan.decide import DECISIONS, read_records
 from dynmo.plan.evaluate import Plan, Replica, evaluate
 from dynmo.plan.problem import Choice, Problem, Work
 from dynmo.report.summary import Summary, lasting, summarize
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.op import Kind as OpKind
 
 Kind = TypeVar("Kind", bound=Event)
+
+
+class _Place(BaseModel):
+    step: int
+    microbatch: int
+
+
+class Span(BaseModel):
+    """A pass of a rank, as a trace has it. Times are in microseconds."""
+
+    cat: str
+    tid: int
+    ts: FiniteFloat
+    dur: FiniteFloat
+    args: _Place
+
+
+_SPANS = TypeAdapter(list[Span])
+_PASSES = frozenset([*OpKind, *(f"planned {kind}" for kind in OpKind)])
 
 
 @dataclass(frozen=True)
@@ -87,10 +108,18 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """The recorded config. None if it cannot be read."""
+        text = self.config_text
+        return without_unused_keys(parse_toml(text)) if text else None
+
+    @cached_property
+    def config_text(self) -> str:
+        """The config as it is written. Empty if it is no TOML: a link may lead to any file."""
         try:
-            return without_unused_keys(parse_toml(read_text(self.folder / "config.toml")))
+            text = read_text(self.folder / "config.toml")
+            parse_toml(text)
         except (OSError, ValueError):
-            return None
+            return ""
+        return text
 
     def option(self, section: str, key: str) -> Any:
         """Returns a key of the config. None if it is not set, or unknown."""
@@ -166,11 +195,12 @@ class RunRecord:
         return None
 
     @cached_property
-    def trace(self) -> list[dict[str, Any]]:
-        """The spans of the run's trace. Empty if there is none."""
+    def trace(self) -> list[Span]:
+        """The passes in the run's trace. Empty if there is none, or it cannot be read."""
         try:
-            trace = json.loads(read_text(self.folder / "trace.json"))
-            return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+            trace = cast(Any, parse_json(read_text(self.folder / "trace.json")))
+            events = trace["traceEvents"]
+            return _SPANS.validate_python([x for x in events if x.get("cat") in _PASSES])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return []
 
