@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, set_span_in_context
 
 from dynmo.change_events import RebalanceEvent
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, not_installed
 from dynmo.event_log import to_json
 from dynmo.events import EndEvent, EvalEvent, Event
 
@@ -102,9 +102,9 @@ def _exporter() -> SpanExporter | None:
         entry = "otlp_proto_grpc" if is_grpc else "otlp_proto_http"
     for found in entry_points(group="opentelemetry_traces_exporter", name=entry):
         return found.load()()
+    package = f"opentelemetry-exporter-{entry.replace('_', '-')}"
     raise ConfigError(
-        f"OTEL_TRACES_EXPORTER={name}: this exporter is not installed; install it with pip install "
-        f"opentelemetry-exporter-{entry.replace('_', '-')}, or set console or none"
+        f"OTEL_TRACES_EXPORTER={name}: {not_installed(package)}, or set console or none"
     )
 
 

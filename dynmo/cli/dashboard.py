@@ -27,9 +27,10 @@ class DashboardOptions(CommandOptions):
 
 @command
 def dashboard(options: DashboardOptions) -> None:
-    for package in ("starlette", "uvicorn"):
-        if find_spec(package) is None:
-            raise InputError(f"dynmo dashboard: {not_installed(package)}")
+    if find_spec("starlette") is None:
+        raise InputError(f"dynmo dashboard: {not_installed('starlette')}")
+    if find_spec("uvicorn") is None:
+        raise InputError(f"dynmo dashboard: {not_installed('uvicorn')}")
     if not options.folder.is_dir():
         raise InputError(f"there is no folder {options.folder}; give runs, or runs/NAME")
     import uvicorn

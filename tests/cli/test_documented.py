@@ -39,6 +39,9 @@ LEFT_OUT = {
     "dynmo train tune.toml": "needs a model and talks; tests/train/test_samples.py has both",
     "dynmo checkpoint export runs/my-run tuned": "needs a model; test_checkpoint.py exports one",
     "dynmo checkpoint export runs/tune tuned": "the same",
+    "dynmo report runs/tune --html": "needs a run; runs/my-run is shown so",
+    "dynmo report --html": "the same",
+    "dynmo dashboard runs": "serves until Ctrl-C; tests/browser/test_report.py opens it",
     "dynmo checkpoint verify runs/my-run": "needs a run; test_checkpoint.py verifies one",
     "python -m tests.fuzz --cases 48": "takes minutes; tests/fuzz/test_fuzz.py has 18 cases",
 }
@@ -76,7 +79,7 @@ RUNS = {
         "dynmo plan --costs runs/NAME": ["dynmo plan --costs runs/my-run"],
         "dynmo report runs/my-run runs/again": [
             "dynmo report runs/my-run runs/again",
-            "dynmo report runs/my-run --json",
+            "dynmo report runs/my-run --html --json",
         ],
         "dynmo simulate workload.toml": ["dynmo simulate workload.toml --json"],
         "python -m dynmo.train.compile_ahead": ["python -m dynmo.train.compile_ahead"],
@@ -92,6 +95,7 @@ COMMANDS = (
     "profile",
     "plan",
     "simulate",
+    "dashboard",
     "checkpoint export",
 )
 # These start no ranks, and run in this process.
