@@ -36,7 +36,7 @@ def timelines() -> dict[str, Timeline]:
 def draw() -> dict[str, Any]:
     """Figures by the name of their picture."""
     shown = timelines()
-    figure, panels = pyplot().subplots(len(shown), figsize=(WIDTH, 8.6), sharex=True)
+    figure, panels = pyplot().subplots(len(shown), figsize=(WIDTH, 9.2), sharex=True)
     until = max(timeline.makespan for timeline in shown.values())
     for axes, (name, timeline) in zip(panels, shown.items(), strict=True):
         draw_timeline(axes, timeline, until)
@@ -44,5 +44,5 @@ def draw() -> dict[str, Any]:
         bubble, memory = timeline.bubble_ratio, max(timeline.peak_memory)
         axes.set_title(f"{name}: bubble {bubble:.0%}, memory {memory:g}", loc="left")
     panels[-1].set_xlabel("time")
-    legend_above(figure, 4)
+    legend_above(figure, 3)
     return {"schedules": figure}

@@ -21,7 +21,7 @@ from dynmo.schedule.catalogue import stage_ranks_of
 from dynmo.schedule.memory import rank_limits
 from dynmo.schedule.simulator import Timeline
 
-COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#2f7f7a"}
+COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#0b302e"}
 _HATCHES = {"W": "////"}
 _NAMES = {"F": "F", "B": "B", "W": "W", "BW": "B and W in one"}
 _SHADES = ("#dbe7f3", "#f5e3c8", "#d9ecd9", "#efdbe6")
