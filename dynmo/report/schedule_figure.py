@@ -28,6 +28,9 @@ def draw_timeline(axes: Axes, timeline: Timeline, until: float) -> None:
             left=starts,
             align="edge",
             color="black",
+            edgecolor="white",
+            hatch="||||",
+            linewidth=0,
             label="later stage of a rank",
         )
 
