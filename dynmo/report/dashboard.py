@@ -10,6 +10,7 @@ names are refused, so that no page of another site can ask through the browser.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ from dynmo.report.page import body, whole_page
 from dynmo.report.run_record import RunRecord
 
 HOSTS = ["127.0.0.1", "localhost", "[::1]"]
-_FILES = ("events.jsonl", "costs.json", "trace.json")
+_FILES = ("events.jsonl", "config.toml", "costs.json", "decisions.jsonl", "trace.json")
 _HEADERS = {
     "Cache-Control": "private, no-cache",
     "Referrer-Policy": "no-referrer",
@@ -54,8 +55,9 @@ class Runs:
         """Returns the folder of each run by its name, the one that was written last first."""
         own = self._folder / "events.jsonl"
         logs = [own] if own.exists() else list(self._folder.glob("*/events.jsonl"))
-        times = sorted(((log.stat().st_mtime, log.parent) for log in logs), reverse=True)
-        return {folder.resolve().name: folder for _, folder in times}
+        logs.sort(key=_written, reverse=True)
+        found = [log.parent.resolve() if log == own else log.parent for log in logs]
+        return {folder.name.encode(errors="replace").decode(): folder for folder in found}
 
     def version(self, folder: Path) -> str:
         """Returns a text that differs once a file of the run has changed."""
@@ -67,8 +69,8 @@ class Runs:
         if self._records.get(key, ("",))[0] != version:
             try:
                 self._records[key] = version, RunRecord.read(folder)
-            except DynmoError as error:
-                self._records[key] = version, str(error)
+            except Exception as error:  # one broken folder must not hide the others
+                self._records[key] = version, _told(error)
         return self._records[key][1]
 
     def body(self, folder: Path) -> tuple[str, str]:
@@ -77,7 +79,10 @@ class Runs:
             version, key = self.version(folder), str(folder)
             if self._bodies.get(key, ("",))[0] != version:
                 record = self.record(folder)
-                text = body([record]) if isinstance(record, RunRecord) else _notice(record)
+                try:
+                    text = body([record]) if isinstance(record, RunRecord) else _notice(record)
+                except Exception as error:
+                    text = _notice(_told(error))
                 self._bodies[key] = version, text
             return self._bodies[key]
 
@@ -118,6 +123,19 @@ def _state(path: Path) -> str:
     except OSError:
         return "0"
     return f"{found.st_size:x}.{found.st_mtime_ns:x}"
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it has just been removed
+        return 0.0
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, DynmoError):
+        return str(error)
+    return f"this run cannot be shown: {type(error).__name__}: {error}"
 
 
 def _notice(text: str) -> str:
@@ -168,7 +186,8 @@ def application(folder: Path, token: str, port: int = 0) -> Starlette:
         return HTMLResponse(text, headers={"ETag": tag})
 
     def index(request: Request) -> Response:  # a thread of starlette's pool, as it is not async
-        version = "_".join(map(runs.version, runs.folders().values()))
+        seen = {name: runs.version(folder) for name, folder in runs.folders().items()}
+        version = hashlib.sha256(repr(seen).encode()).hexdigest()
         return live("runs", version, runs.table(), request)
 
     def one(request: Request) -> Response:

@@ -7,8 +7,10 @@ colours. Legends stand above the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,7 +20,6 @@ from dynmo.events import EvalEvent, StepResult
 from dynmo.report.numbers import plus
 from dynmo.report.run_record import RunRecord, Span
 from dynmo.schedule.catalogue import stage_ranks_of
-from dynmo.schedule.memory import rank_limits
 from dynmo.schedule.simulator import Timeline
 
 COLOURS = {"F": "#9ecbef", "B": "#1f5f99", "W": "#57a773", "BW": "#0b302e"}
@@ -41,7 +42,7 @@ class Picture:
     Attributes:
         key: Name that is used in the page's addresses.
         note: How to read it, in one sentence.
-        lines: Values of each line at each x, for reading them off. Empty if there are none.
+        lines: Values of each line at each x, for reading them off. None where it has no point.
     """
 
     key: str
@@ -49,7 +50,7 @@ class Picture:
     note: str
     figure: Figure
     x: Sequence[float] = ()
-    lines: dict[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    lines: Mapping[str, Sequence[float | None]] = field(default_factory=dict[str, Sequence[float]])
 
 
 def pictures(run: RunRecord) -> list[Picture]:
@@ -208,12 +209,13 @@ def idleness(run: RunRecord) -> Picture | None:
 # -- layers on ranks -------------------------------------------------------------------------------
 
 
-def _ranks_of(run: RunRecord, stages: int) -> Sequence[int]:
-    """Returns the rank of each stage."""
-    plan = run.plan
-    if plan is not None and len(plan.stage_ranks) == stages:
+def _ranks_of(run: RunRecord, step: StepResult) -> Sequence[int]:
+    """Returns the pipeline rank of each stage of a step. Ranks may have left or joined before."""
+    plan, stages = run.plan, len(step.layers)
+    ranks = len(step.busy) // run.replicas or run.option("parallel", "pipeline")
+    if plan is not None and len(plan.stage_ranks) == stages and plan.mesh.pipeline == ranks:
         return plan.stage_ranks
-    schedule, ranks = run.option("pipeline", "schedule"), run.option("parallel", "pipeline")
+    schedule = run.option("pipeline", "schedule")
     if isinstance(schedule, str) and isinstance(ranks, int) and stages > ranks:
         for name in (schedule, "v-auto"):
             try:
@@ -225,20 +227,24 @@ def _ranks_of(run: RunRecord, stages: int) -> Sequence[int]:
     return range(stages)
 
 
+def _placed(step: StepResult) -> tuple[object, ...]:
+    return step.layers, step.frozen, len(step.busy)
+
+
 def layers_on_ranks(run: RunRecord) -> Picture | None:
     """Draws which rank has which layers at each step, and which layers are frozen."""
-    rows = [(step.step, step.layers, step.frozen) for step in run.steps]
-    kept = [row for index, row in enumerate(rows) if not index or row[1:] != rows[index - 1][1:]]
-    last = rows[-1][0] + 1
+    steps = run.steps
+    kept = [steps[0], *(b for a, b in pairwise(steps) if _placed(a) != _placed(b))]
+    first, last = steps[0].step, steps[-1].step + 1
     figure, axes = _axes(height=2.8)
-    for number, (begin, counts, frozen) in enumerate(kept):
-        end = kept[number + 1][0] if number + 1 < len(kept) else last
-        low = 0
-        for count, rank in zip(counts, _ranks_of(run, len(counts)), strict=True):
+    ends = [*(step.step for step in kept[1:]), last]
+    for step, end in zip(kept, ends, strict=True):
+        begin, counts, frozen, low = step.step, step.layers, step.frozen, 0
+        for count, rank in zip(counts, _ranks_of(run, step), strict=True):
             shade = _SHADES[rank % len(_SHADES)]
             axes.fill_between([begin, end], low, low + count, color=shade, linewidth=0)
             axes.plot([begin, end], [low, low], color="#444444", linewidth=0.8)
-            if (end - begin) * 12 > last - rows[0][0] and count * 12 > sum(counts):
+            if (end - begin) * 12 > last - first and count * 12 > sum(counts):
                 text = f"{rank}" if len(counts) > 4 or len(kept) > 3 else f"rank {rank}"
                 axes.text(
                     (begin + end) / 2, low + count / 2, text, ha="center", va="center", size=9
@@ -257,10 +263,10 @@ def layers_on_ranks(run: RunRecord) -> Picture | None:
             )
         axes.plot([begin, begin], [0, low], color="#444444", linewidth=0.8)
     axes.set_ylabel("layer")
-    axes.set_ylim(0, sum(kept[0][1]))
+    axes.set_ylim(0, max(sum(step.layers) for step in kept))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _by_step(axes, [rows[0][0], last])
-    if any(frozen for *_, frozen in kept):
+    _by_step(axes, [first, last])
+    if any(step.frozen for step in kept):
         _legend(axes)
     return Picture(
         "layers",
@@ -270,6 +276,15 @@ def layers_on_ranks(run: RunRecord) -> Picture | None:
     )
 
 
+def _limits(run: RunRecord, ranks: int) -> Sequence[int]:
+    """Returns the limit of each rank. Those of a list are for the ranks of each replica."""
+    limit = run.memory_limit
+    if limit is None or isinstance(limit, int):
+        return () if limit is None else (limit,) * ranks
+    each = [bytes_ for bytes_ in limit for _ in range(run.replicas)]
+    return each if len(each) == ranks else ()
+
+
 def memory(run: RunRecord) -> Picture | None:
     """Draws the most memory of each rank beside its limit."""
     rows = [step.memory for step in run.steps if step.memory and any(step.memory)]
@@ -277,7 +292,7 @@ def memory(run: RunRecord) -> Picture | None:
         return None
     ranks = len(rows[-1])
     peak = [max(row[rank] for row in rows if len(row) == ranks) / 2**20 for rank in range(ranks)]
-    limits = rank_limits(run.memory_limit, ranks) if run.memory_limit is not None else None
+    limits = _limits(run, ranks)
     figure, axes = _axes(height=max(1.6, 0.9 + 0.22 * ranks))
     axes.barh(range(ranks), peak, color="#9ecbef", edgecolor="#1f5f99", height=0.6, label="most")
     if limits:
@@ -412,40 +427,51 @@ def compared(runs: Sequence[RunRecord]) -> list[Picture]:
         "loss": lambda step: step.loss,
         "idle, %": lambda step: 100 * step.idle_ratio,
     }
-    return [_together(runs, title, value) for title, value in values.items()]
+    named = Counter[str]()
+    names: list[str] = []
+    for run in runs:
+        named[run.name] += 1
+        names.append(run.name if named[run.name] == 1 else f"{run.name} ({named[run.name]})")
+    return [_together(dict(zip(names, runs, strict=True)), *each) for each in values.items()]
 
 
 def _together(
-    runs: Sequence[RunRecord], title: str, value: Callable[[StepResult], float]
+    runs: Mapping[str, RunRecord], title: str, value: Callable[[StepResult], float]
 ) -> Picture:
     figure, axes = _axes()
-    lines: dict[str, Sequence[float]] = {}
-    longest: Sequence[float] = ()
-    for number, run in enumerate(runs):
-        finite = [(float(s.step), value(s)) for s in run.steps if math.isfinite(value(s))]
-        if not finite:
-            continue
-        xs, ys = thin(*zip(*finite, strict=True))
+    steps = [step.step for run in runs.values() for step in run.steps]
+    size = math.ceil((max(steps) - min(steps) + 1) / _MOST)
+    means: dict[str, dict[int, float]] = {}
+    for number, (name, run) in enumerate(runs.items()):
+        parts: dict[int, list[float]] = {}
+        for step in run.steps:
+            if math.isfinite(value(step)):
+                parts.setdefault(step.step // size * size, []).append(value(step))
+        means[name] = {x: math.fsum(part) / len(part) for x, part in sorted(parts.items())}
         style = _DASHES[number % len(_DASHES)]
         colour = _INK[number % len(_INK)]
-        axes.plot(xs, ys, style, color=colour, linewidth=1.2, label=_short(run.name))
-        lines[run.name] = ys
-        longest = max(longest, xs, key=len)
+        own = means[name]
+        if own:
+            axes.plot(
+                [*own], [*own.values()], style, color=colour, linewidth=1.2, label=_short(name)
+            )
+    xs = sorted({x for own in means.values() for x in own})
     axes.set_ylabel(title)
-    if longest:
-        _by_step(axes, longest)
+    if xs:
+        _by_step(axes, xs)
         _legend(axes, columns=2)
-    words = "; ".join(f"{run.name}: {plus(run.summary.phases[-1].layers)}" for run in runs)
+    words = "; ".join(f"{name}: {plus(x.summary.phases[-1].layers)}" for name, x in runs.items())
     return Picture(
         f"compared-{title.split()[0].strip(',')}",
         title[0].upper() + title[1:],
         f"Layers at the end: {words}.",
         figure,
-        longest,
-        lines,
+        xs,
+        {name: [own.get(x) for x in xs] for name, own in means.items()},
     )
 
 
 def _short(name: str) -> str:
     text = name if len(name) <= 24 else f"{name[:23]}…"
-    return text.replace("$", r"\$")
+    # A label with a line before it is left out of legends.
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

@@ -12,7 +12,7 @@ function readOff(figure) {
     at = Math.max(0, Math.min(x.length - 1, index));
     cursor.hidden = false;
     cursor.style.left = 100 * (left + (width * (x[at] - low)) / (high - low)) + "%";
-    const values = Object.entries(lines).map(([name, ys]) => at < ys.length ? `${name} ${ys[at]}` : "");
+    const values = Object.entries(lines).map(([name, ys]) => ys[at] === null ? "" : `${name} ${ys[at]}`);
     output.textContent = `step ${x[at]}: ${values.filter(Boolean).join(", ")}`;
   }
   picture.addEventListener("pointermove", (event) => {
@@ -60,6 +60,8 @@ async function refresh() {
 function replaceParts(fresh) {
   const main = document.getElementById("main"), focused = document.activeElement?.id;
   const open = new Set([...main.querySelectorAll("details[open]")].map((each) => each.id));
+  const kept = new Set([...fresh.querySelectorAll("[data-part]")].map((each) => each.dataset.part));
+  for (const old of main.querySelectorAll("[data-part]")) if (!kept.has(old.dataset.part)) old.remove();
   for (const part of fresh.querySelectorAll("[data-part]")) {
     const old = main.querySelector(`[data-part="${part.dataset.part}"]`);
     for (const each of part.querySelectorAll("details")) each.open = open.has(each.id);

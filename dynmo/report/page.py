@@ -176,7 +176,7 @@ def _made_of(run: RunRecord, predicted: float | None, measured: float | None) ->
     """Says what to make of a gain, beside the predicted one."""
     if measured is None:
         return "not measured: the run ended, or the work changed again, too soon after it"
-    if predicted is None or measured >= _NEAR * predicted:
+    if predicted is None or measured >= predicted - (1 - _NEAR) * abs(predicted):
         return "as predicted" if predicted is not None else "nobody predicted it"
     busy = busy_text([run.summary])
     if busy is not None:
@@ -247,7 +247,10 @@ def _drawn(picture: Picture) -> dict[str, Any]:
     if picture.lines:
         axes = picture.figure.axes[0]
         box, (low, high) = axes.get_position(), axes.get_xlim()
-        lines = {name: [float(f"{y:.5g}") for y in ys] for name, ys in picture.lines.items()}
+        lines = {
+            name: [None if y is None else float(f"{y:.5g}") for y in ys]
+            for name, ys in picture.lines.items()
+        }
         place = {"left": box.x0, "width": box.width, "low": low, "high": high}
         data = json.dumps({"x": list(picture.x), "lines": lines, **place})
     return {**vars(picture), "svg": Markup(svg), "data": data}

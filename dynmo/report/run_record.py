@@ -45,8 +45,18 @@ class Span(BaseModel):
     args: _Place
 
 
+_MOST = 1e15  # of seconds, bytes and steps
 _SPANS = TypeAdapter(list[Span])
 _PASSES = frozenset([*OpKind, *(f"planned {kind}" for kind in OpKind)])
+
+
+def _is_sound(step: StepResult) -> bool:
+    """Returns whether pictures can be drawn of a step. Losses may be any number."""
+    shares = step.idle_ratio, step.imbalance, step.inherent_idle or 0.0
+    counts = step.step, step.frozen, *step.layers, *step.busy, *step.memory
+    numbers = step.time, step.seconds, step.tokens_per_s, *shares, *counts
+    is_bounded = all(abs(number) < _MOST for number in numbers)
+    return is_bounded and step.seconds > 0 and sum(step.layers) > 0 and min(counts) >= 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,9 @@ class RunRecord:
         if not log.is_file():
             raise InputError(f"{folder} is no run: it has no events.jsonl; give runs/NAME")
         written = tuple(read(log))
+        for event in written:
+            if isinstance(event, StepResult) and not _is_sound(event):
+                raise InputError(f"{log}: step {event.step} has a number that no run has")
         summary = summarize(written)
         if not summary.phases:
             raise InputError(f"{log} has no steps yet")
@@ -95,7 +108,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return self.folder.resolve().name.encode(errors="replace").decode()
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
@@ -126,6 +139,11 @@ class RunRecord:
         part = (self.config or {}).get(section)
         return cast(dict[str, Any], part).get(key) if isinstance(part, dict) else None
 
+    @property
+    def replicas(self) -> int:
+        found = self.option("parallel", "replicas")
+        return found if isinstance(found, int) and found > 0 else 1
+
     @cached_property
     def memory_limit(self) -> tuple[int, ...] | int | None:
         """Bytes that a rank may use, or each. None if no limit is set."""
@@ -140,6 +158,16 @@ class RunRecord:
     @cached_property
     def profile(self) -> Profile | None:
         """Costs of the layers: of the run's end, or of its last decision. None if unknown."""
+        found, last = self._recorded, self.steps[-1]
+        ranks = len(last.busy) // self.replicas
+        if found is None or len(found.layers) != sum(last.layers):
+            return None
+        if found.ranks not in (None, ranks or found.ranks):
+            return None  # an earlier process of the run had other ranks
+        return replace(found, partition=last.layers)
+
+    @cached_property
+    def _recorded(self) -> Profile | None:
         with suppress(DynmoError):
             if (self.folder / IN_RUN).is_file():
                 return read_costs(self.folder / IN_RUN)
@@ -149,7 +177,6 @@ class RunRecord:
                 mesh = record.now.mesh
                 return replace(
                     record.problem.profile,
-                    partition=self.steps[-1].layers,
                     ranks=mesh.pipeline,
                     microbatches=mesh.microbatches,
                     schedule=mesh.schedule,

@@ -262,7 +262,7 @@ def _rank_account(
 
 
 def _data_account(events: Sequence[DataEvent], seconds: float) -> DataAccount | None:
-    if not events or not seconds:
+    if not seconds or not any(event.tokens for event in events):
         return None
     # The first samples come while nothing computes.
     waited = sum(event.waited for event in events[1:])

@@ -97,7 +97,7 @@ def _slow_rank(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
         rank, factor, who = worst.rank, worst.factor, f"rank {worst.rank} on {worst.machine}"
     elif speeds:
         rank = speeds.index(min(speeds))
-        factor, who = _usual(speeds) / min(speeds), f"rank {rank}"
+        factor, who = _usual(speeds) / min(speeds), f"{_word(run)} {rank}"
     else:
         return
     if factor < _SLOW:
@@ -118,6 +118,11 @@ def _slow_rank(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
         "Look at what else runs there. A balancer gives it fewer layers, and elastic.repack gives "
         "it back",
     )
+
+
+def _word(run: RunRecord) -> str:
+    """Returns what the ranks of a plan are. With replicas, each stands for several of the run."""
+    return "rank" if run.replicas == 1 else "pipeline rank"
 
 
 def _usual(speeds: Sequence[float]) -> float:
@@ -205,8 +210,8 @@ def _placement(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
     yield Cause(
         "A frozen part that is not balanced" if frozen else "Uneven layers",
         1 - best.step / plan.step,
-        f"rank {most} has {cost[most] / max(cost[least], 1e-12):.1f} times the seconds of rank "
-        f"{least} with the layers {plus(plan.partition.counts)}"
+        f"{_word(run)} {most} has {cost[most] / max(cost[least], 1e-12):.1f} times the seconds of "
+        f"{_word(run)} {least} with the layers {plus(plan.partition.counts)}"
         + (f", because layers 0 to {frozen - 1} are frozen" if frozen else "")
         + f"; {plus(best.partition.counts)} would be even",
         'Set balance.balancer = "exact"'

@@ -93,7 +93,7 @@ def test_hostile_names_are_text(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def served(page: Page, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The address of a dashboard, and its folder of one run."""
     make_run(tmp_path / "runs" / "live", steps_of(5), [LAYER] * 4)
     arguments = [sys.executable, "-m", "dynmo", "dashboard", "runs", "--port", "0"]
@@ -102,6 +102,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         found = re.search(r"http\S+", process.stdout.readline())
         assert found
         yield found.group(), tmp_path / "runs"
+        page.close()  # it asks for more, and would find no server
         process.terminate()
 
 
@@ -132,13 +133,28 @@ def test_new_step_is_seen_within_two_seconds(page: Page, served: tuple[str, Path
     assert page.locator("details[open]").count() == 1
 
 
+def test_notice_goes_once_there_are_steps(page: Page, served: tuple[str, Path]) -> None:
+    address, runs = served
+    (runs / "live" / "events.jsonl").write_text("")
+    page.goto(address)
+    page.click("td a")
+    page.wait_for_selector(".verdict >> text=has no steps yet")
+    log = EventLog(runs / "live" / "events.jsonl")
+    for event in steps_of(2):
+        log.write(event)
+    log.close()
+    page.wait_for_selector("text=has no steps yet", state="detached", timeout=20_000)
+    assert page.locator("h1").inner_text() == "live"
+
+
 def test_page_says_that_its_server_has_gone(
     page: Page, served: tuple[str, Path], faults: list[str]
 ) -> None:
     page.goto(served[0])
     page.context.clear_cookies()
     eventually(lambda: "the token has changed" in page.inner_text("#state"))
-    faults.clear()  # the refused request
+    page.close()
+    faults.clear()  # the refused requests
 
 
 def test_wrong_token_is_refused(page: Page, served: tuple[str, Path], faults: list[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ def test_value_of_a_wrong_type_is_named(tmp_path: Path, key: str) -> None:
     log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with pytest.raises(InputError, match=rf"events.jsonl:1: event 'step' has a wrong '{key}'"):
         RunRecord.read(run.folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seconds": 0.0}, {"idle_ratio": math.nan}, {"busy": (math.inf, 1.0)}, {"layers": ()}],
+)
+def test_number_that_no_run_has_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    events = steps_of(2)
+    events[1] = replace(events[1], **change)
+    with pytest.raises(InputError, match="step 1 has a number that no run has"):
+        make_run(tmp_path / "run", events)
 
 
 @pytest.mark.parametrize(

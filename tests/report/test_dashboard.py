@@ -78,6 +78,22 @@ def test_run_without_steps_says_so(client: TestClient, runs: Path) -> None:
     assert client.get("/").text.index("one") > 0
 
 
+def test_run_that_breaks_hides_no_other(
+    client: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runs / "link").symlink_to(runs / "one")
+    (runs / "bad\udcff").symlink_to(runs / "one")
+    assert "/runs/link" in client.get("/").text
+    assert "/runs/bad%3F" in client.get("/").text
+    assert client.get("/runs/bad%3F/body").status_code == 200
+
+    def broken(_: object) -> str:
+        raise ZeroDivisionError("<b>")
+
+    monkeypatch.setattr("dynmo.report.dashboard.body", broken)
+    assert "cannot be shown: ZeroDivisionError: &lt;b&gt;" in client.get("/runs/link/body").text
+
+
 def test_folder_of_one_run_has_its_page(runs: Path) -> None:
     client = TestClient(application(runs / "one", TOKEN), base_url=HOME)
     assert client.get("/runs/one", params={"token": TOKEN}).status_code == 200

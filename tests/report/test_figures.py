@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dynmo.events import EvalEvent, Event
@@ -45,6 +46,34 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     events[1] = replace(events[1], loss=float("nan"), gradient_norm=None)  # pyright: ignore[reportCallIssue]
     loss = next(x for x in pictures(make_run(tmp_path / "run", events)) if x.key == "loss")
     assert list(loss.x) == [0, 2]
+
+
+def test_compared_lines_have_the_values_of_their_steps(tmp_path: Path) -> None:
+    long = make_run(tmp_path / "a" / "run", steps_of(1500))
+    short = make_run(tmp_path / "b" / "run", steps_of(6, begin=30))
+    loss = compared([long, short])[1]
+    mean = sum(step.loss for step in short.steps[:3]) / 3
+    assert list(loss.lines) == ["run", "run (2)"]
+    assert loss.lines["run (2)"][loss.x.index(30)] == pytest.approx(mean)
+    assert loss.lines["run (2)"][loss.x.index(36)] is None
+    legend = loss.figure.legends[0].get_texts()
+    assert [text.get_text() for text in legend] == ["run", "run (2)"]
+
+
+def test_limits_of_a_pipeline_hold_for_each_replica(tmp_path: Path) -> None:
+    config = '[pipeline]\nmemory_limit = ["1GiB", "2GiB"]\n[parallel]\nreplicas = 2\n'
+    run = make_run(tmp_path / "run", steps_of(2, busy=(0.4,) * 4), config=config)
+    memory = next(each for each in pictures(run) if each.key == "memory")
+    limits = np.asarray(memory.figure.axes[0].get_lines()[0].get_xdata())
+    assert limits.tolist() == [1024, 1024, 2048, 2048]
+
+
+def test_stages_of_a_v_are_on_the_ranks_that_stayed(tmp_path: Path) -> None:
+    config = '[pipeline]\nschedule = "zb-v"\n[parallel]\npipeline = 4\n'
+    run = make_run(tmp_path / "run", steps_of(4, (1, 1, 1, 1)), config=config)
+    layers = next(each for each in pictures(run) if each.key == "layers")
+    labels = [text.get_text() for text in layers.figure.axes[0].texts]
+    assert labels == ["rank 0", "rank 1", "rank 1", "rank 0"]
 
 
 def test_long_lines_are_means_of_equal_parts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
@@ -41,6 +42,9 @@ def test_gain_that_did_not_come_is_explained(tmp_path: Path) -> None:
         assert "+20.0% of a step saved" in text
         assert "+1.0% of a step saved" in text
         assert word in text
+    slower = replace(move, predicted_gain=-0.05)
+    came = [*steps[:5], slower, *steps[5:], RebalanceResultEvent(8, 1, -0.04)]
+    assert "less than predicted" not in page([make_run(tmp_path / "slower", came)])
     unknown = page([make_run(tmp_path / "run", [*steps[:5], move, *steps[5:]])])
     assert "not measured: the run ended" in unknown
 

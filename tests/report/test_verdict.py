@@ -56,6 +56,12 @@ def test_slow_rank_is_named_by_its_layers_costs(tmp_path: Path) -> None:
     assert slow.text.startswith("rank 1 takes 3.00 times as long")
 
 
+def test_costs_of_other_ranks_are_not_used(tmp_path: Path) -> None:
+    """A run that was resumed on more ranks still has the costs of its first process."""
+    run = make_run(tmp_path / "r", steps_of(9, (1,) * 4, (0.4,) * 4), [LAYER] * 4)
+    assert run.plan is None
+
+
 def test_slow_rank_is_named_by_its_event(tmp_path: Path) -> None:
     events = [SlowRankEvent(1, 1, 2.0, "node7", time=100.0), *steps_of(9, busy=(0.2, 0.45))]
     cause = diagnose(make_run(tmp_path / "r", events)).causes[0]
