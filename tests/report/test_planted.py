@@ -19,7 +19,7 @@ pytestmark = pytest.mark.matrix
 
 # Layers that sleep: F, B and W take so many seconds on any machine.
 LAYERS = """
-import os, time
+import itertools, os, time
 import torch
 from torch import nn
 
@@ -44,7 +44,7 @@ class Work(nn.Linear):
         slow = 3 if os.environ.get("SLOW") == os.environ.get("RANK", "0") else 1
         return Sleep.apply(super().forward(x), self.seconds * slow)
 
-def layers(blocks=6, head=0.002):
+def layers(blocks=6, head=0.0):
     first, last = nn.Embedding(256, 16), Work(16, 256, head)
     return [first, *(Work() for _ in range(blocks)), last]
 
@@ -53,8 +53,8 @@ def heavy():
 
 class Rows:
     def __iter__(self):
-        while True:
-            time.sleep(0.02)
+        for number in itertools.count():
+            time.sleep(0.1 * (number >= 128))  # the first ones are held out
             yield {"input_ids": list(range(16))}
 
 def slowly():
@@ -124,7 +124,9 @@ def test_heavy_head(tmp_path: Path) -> None:
 def test_slow_loader(tmp_path: Path) -> None:
     model = folder_of("llama")  # only models of transformers read samples
     sets = ("model.kind=hf", f"model.path={model}", "data.source=python:planted:slowly")
-    verdict = first_cause(trained(tmp_path / "loader", *sets, "data.streaming=true"))
+    verdict = first_cause(
+        trained(tmp_path / "loader", *sets, "data.streaming=true", "data.block=8")
+    )
     assert verdict.startswith("Waiting for data costs"), verdict
 
 
