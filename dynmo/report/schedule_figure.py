@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynmo.report.figures import draw_rows, rows_of
+from dynmo.report.passes import draw_rows, rows_of
 from dynmo.schedule.simulator import Timeline
 
 

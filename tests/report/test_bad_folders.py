@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynmo.errors import InputError
-from dynmo.report.figures import traced_rows
+from dynmo.report.passes import traced_rows
 from dynmo.report.run_record import RunRecord
 from tests.report.folders import make_run, steps_of
 
