@@ -16,7 +16,7 @@ from dynmo.runtime.comm.rendezvous import Rendezvous, is_loopback
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _PATIENCE = 3.0  # seconds for a connection within this machine
-_PORT = 29500  # torchrun's default
+_PORT = "29500"  # torchrun's default
 
 
 def check_network(rendezvous: Rendezvous | None) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def check_network(rendezvous: Rendezvous | None) -> Iterator[Finding]:
         state = State.ok if rendezvous is None else State.problem
         yield Finding(check, state, seen, remedy if others else "connect it to a network")
     if rendezvous is None:
-        yield _of_port(int(os.environ.get("MASTER_PORT", _PORT)))
+        yield _of_port(os.environ.get("MASTER_PORT") or _PORT)
 
 
 def _of_interfaces(check: str, names: Sequence[str]) -> Finding:
@@ -111,9 +111,12 @@ def _interface_at(address: str | None) -> str | None:
     return next((name for name in _usable() if address in _addresses(name)), None)
 
 
-def _of_port(port: int) -> Finding:
+def _of_port(port: str) -> Finding:
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        seen = f"MASTER_PORT = {port} is no port"
+        return Finding("port", State.warning, seen, "unset it, or set it to 1 to 65535")
     try:
-        socket.create_server(("", port)).close()
+        socket.create_server(("", int(port))).close()
     except OSError as error:
         seen = f"port {port} of torchrun cannot be used: {error.strerror}"
         remedy = "start torchrun with --standalone, or with another --master-port"

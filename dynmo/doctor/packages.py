@@ -24,6 +24,7 @@ _USES = {
     "kubernetes": 'elastic.releaser = "kubernetes"',
     "lora": "model.lora",
     "metrics": "metrics.to = tensorboard or wandb",
+    "otel": "metrics.to = opentelemetry",
     "ray": "dynmo train --launcher ray",
     "slices": "parallel.slices",
 }
@@ -36,6 +37,7 @@ def packages_of(config: Config) -> set[str]:
         "cuda-core": config.parallel.slices,
         "datasets": not sources.isdisjoint({"hf", "parquet"}),
         "kubernetes": config.elastic.releaser == "kubernetes",
+        "opentelemetry-sdk": "opentelemetry" in config.metrics.to,
         "peft": config.model.lora is not None,
         "tensorboard": "tensorboard" in config.metrics.to,
         "transformers": config.model.kind == "hf",

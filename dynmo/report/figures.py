@@ -212,7 +212,7 @@ def _ranks_of(run: RunRecord, step: StepResult) -> Sequence[int]:
     if plan is not None and len(plan.stage_ranks) == stages and plan.mesh.pipeline == ranks:
         return plan.stage_ranks
     schedule = run.option("pipeline", "schedule")
-    if isinstance(schedule, str) and isinstance(ranks, int) and stages > ranks:
+    if isinstance(schedule, str) and isinstance(ranks, int) and 0 < ranks < stages:
         for name in (schedule, "v-auto"):
             try:
                 found = stage_ranks_of(name, ranks, stages // ranks)

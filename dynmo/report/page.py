@@ -70,7 +70,7 @@ def whole_page(title: str, inner: str, *, live: bool = False) -> str:
     """Returns a page around what `body` returns.
 
     Args:
-        live: Whether the page asks its server for a new body each second.
+        live: Whether the page asks its server for a new body twice a second.
     """
     script, digest = _script()
     return (

@@ -19,6 +19,7 @@ import torch
 
 from dynmo.cases.pruning import crossover
 from dynmo.cases.pruning.crossover import known_crossover
+from dynmo.doctor.network import check_network
 from tests.cli.runs import Run, assert_refused, end, free_port
 from tests.pool import Pool
 from tests.processes import start
@@ -194,6 +195,13 @@ def test_used_port_is_named(dynmo: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
         found = by_check(json.loads(dynmo("doctor", "--json").out)["findings"])
     assert found["port"][0] == "warning"
     assert "--master-port" in found["port"][2]
+
+
+@pytest.mark.parametrize("port", ["auto", "99999"])
+def test_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    found = [*check_network(None)][-1]
+    assert (found.state, found.seen) == ("warning", f"MASTER_PORT = {port} is no port")
 
 
 def test_rank_that_fails_is_a_problem(

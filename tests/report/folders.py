@@ -12,6 +12,7 @@ from dynmo.cost.costs_file import Profile
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.event_log import EventLog
 from dynmo.events import DataEvent, EndEvent, Event, StepResult
+from dynmo.report.figures import Picture, loss
 from dynmo.report.run_record import RunRecord
 
 LAYER = LayerCost(0.01, 0.01, 0.01, 1000, 4000, 4000, 8000, 1 << 20, 1 << 19, 1 << 16)
@@ -53,6 +54,11 @@ def end_of(events: Sequence[Event], load: float = 0.5) -> EndEvent:
         last.step + 1, 1.0, "ab" * 32, 60.0, "done", load=load, cores=2, device="cpu",
         time=last.time + 1,
     )  # fmt: skip
+
+
+def drawn(run: RunRecord) -> list[Picture]:
+    """Draws one picture, for tests of what a page says. All of them take a second."""
+    return [picture for picture in [loss(run)] if picture is not None]
 
 
 def waited(step: int, seconds: float) -> DataEvent:

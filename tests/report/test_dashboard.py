@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from dynmo.event_log import EventLog
 from dynmo.report.dashboard import application
-from tests.report.folders import make_run, steps_of
+from tests.report.folders import drawn, make_run, steps_of
 
 TOKEN = "a-token"
 HOME = "http://127.0.0.1:8642"
@@ -22,8 +22,9 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(runs: Path) -> TestClient:
+def client(runs: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """A browser that has opened the printed address."""
+    monkeypatch.setattr("dynmo.report.page.pictures", drawn)
     client = TestClient(application(runs, TOKEN), base_url=HOME)
     assert client.get("/", params={"token": TOKEN}).status_code == 200
     return client
@@ -94,6 +95,7 @@ def test_run_that_breaks_hides_no_other(
     assert "cannot be shown: ZeroDivisionError: &lt;b&gt;" in client.get("/runs/link/body").text
 
 
-def test_folder_of_one_run_has_its_page(runs: Path) -> None:
+def test_folder_of_one_run_has_its_page(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynmo.report.page.pictures", drawn)
     client = TestClient(application(runs / "one", TOKEN), base_url=HOME)
     assert client.get("/runs/one", params={"token": TOKEN}).status_code == 200

@@ -76,6 +76,13 @@ def test_stages_of_a_v_are_on_the_ranks_that_stayed(tmp_path: Path) -> None:
     assert labels == ["rank 0", "rank 1", "rank 1", "rank 0"]
 
 
+def test_ranks_of_a_broken_config_are_those_of_the_steps(tmp_path: Path) -> None:
+    config = '[pipeline]\nschedule = "zb-v"\n[parallel]\npipeline = 0\nreplicas = "x"\n'
+    events = [replace(step, busy=()) for step in steps_of(2)]  # pyright: ignore[reportCallIssue]
+    run = make_run(tmp_path / "run", events, config=config)
+    assert "layers" in [each.key for each in pictures(run)]
+
+
 def test_long_lines_are_means_of_equal_parts() -> None:
     xs, ys = thin(range(5000), [float(x % 2) for x in range(5000)])
     assert len(xs) <= 600

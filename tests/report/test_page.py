@@ -6,12 +6,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.report.page import page
-from tests.report.folders import LAYER, end_of, make_run, steps_of
+from tests.report.folders import LAYER, drawn, end_of, make_run, steps_of
 
 HOSTILE = '<img src=x onerror="alert(1)">$\\frac{'
+
+
+@pytest.fixture
+def with_one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynmo.report.page.pictures", drawn)
 
 
 def test_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -25,6 +32,7 @@ def test_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("with_one_picture")
 def test_names_are_escaped(tmp_path: Path) -> None:
     events = [*steps_of(3), FaultEvent(2, HOSTILE)]
     one, other = (make_run(tmp_path / x / HOSTILE.replace("/", ":"), events) for x in "ab")
@@ -33,6 +41,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         assert "&lt;img src=x" in text
 
 
+@pytest.mark.usefixtures("with_one_picture")
 def test_gain_that_did_not_come_is_explained(tmp_path: Path) -> None:
     move = RebalanceEvent(5, 1, (2, 2), (3, 1), 1 << 20, 0.01, 0.2, "exact: pays")
     steps = steps_of(9)
@@ -49,6 +58,7 @@ def test_gain_that_did_not_come_is_explained(tmp_path: Path) -> None:
     assert "not measured: the run ended" in unknown
 
 
+@pytest.mark.usefixtures("with_one_picture")
 def test_goodput_counts_steps_that_were_done_again(tmp_path: Path) -> None:
     saved = CheckpointEvent(9, "checkpoints/step-10", 1 << 20, 1.0, 0.5, time=105.0)
     events: list[Event] = [*steps_of(10), saved, *steps_of(6, begin=8)]
