@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from dynmo.change_events import ReshapeEvent, ResizeEvent, SpeedsEvent
+from dynmo.change_events import RebalanceEvent, ReshapeEvent, ResizeEvent, SpeedsEvent
 from dynmo.config import without_unused_keys
 from dynmo.cost.costs_file import IN_RUN, Profile
 from dynmo.cost.costs_file import read as read_costs
@@ -242,13 +242,32 @@ class RunRecord:
             "steps that count": counted,
             "steps done again or skipped": sum(step.seconds for step in steps) - counted,
             "saving, while training waits": sum(e.waited or 0.0 for e in saved),
-            "measuring, deciding, moving": sum(
-                e.measure_seconds + e.decide_seconds + e.move_seconds
-                for e in self.written
-                if isinstance(e, EndEvent)
-            )
-            + sum(e.seconds for e in self.written if isinstance(e, ReshapeEvent | ResizeEvent)),
+            "measuring, deciding, moving": self._changing(),
         }
         seconds = max(last.time - begin, sum(parts.values()))
         rest = seconds - sum(parts.values())
         return Goodput(seconds, parts | {"between steps: start, data, evaluations, stops": rest})
+
+    def _changing(self) -> float:
+        """Returns the seconds of changes. A process that was cut off has told those of its events.
+
+        The end of a process has the seconds of its events, too, and of decisions that changed
+        nothing.
+        """
+        whole, own, last = 0.0, 0.0, -1
+        for event in self.written:
+            match event:
+                case StepResult():
+                    if event.step <= last:
+                        whole, own = whole + own, 0.0
+                    last = event.step
+                case RebalanceEvent():
+                    own += event.measure_seconds + event.seconds
+                case ReshapeEvent() | ResizeEvent():
+                    own += event.seconds
+                case EndEvent():
+                    told = event.measure_seconds + event.decide_seconds + event.move_seconds
+                    whole, own = whole + max(own, told), 0.0
+                case _:
+                    pass
+        return whole + own

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dynmo.change_events import SlowRankEvent
+from dynmo.change_events import ResizeEvent, SlowRankEvent
 from dynmo.errors import DynmoError
 from dynmo.plan.alternatives import choose_schedule
 from dynmo.plan.best import plan_on
@@ -90,7 +90,8 @@ def _data(run: RunRecord) -> Iterator[Cause]:
 
 
 def _slow_rank(run: RunRecord, plan: Plan | None) -> Iterator[Cause]:
-    told = {event.rank: event for event in run.all(SlowRankEvent)}
+    since = max((event.step for event in run.all(ResizeEvent)), default=0)
+    told = {event.rank: event for event in run.all(SlowRankEvent) if event.step >= since}
     worst = max(told.values(), key=lambda event: event.factor, default=None)
     speeds = () if plan is None else plan.problem.speeds or ()
     if worst is not None and worst.factor > 1:

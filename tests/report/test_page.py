@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.change_events import RebalanceEvent, RebalanceResultEvent
+from dynmo.change_events import RebalanceEvent, RebalanceResultEvent, ReshapeEvent
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.report.page import page
 from tests.report.folders import LAYER, drawn, end_of, make_run, steps_of
@@ -68,6 +68,18 @@ def test_goodput_counts_steps_that_were_done_again(tmp_path: Path) -> None:
     assert parts["steps done again or skipped"] == 1.0
     assert parts["saving, while training waits"] == 0.5
     assert "step 8: went on after a stop; 2 steps were done again" in page([run])
+
+
+def test_goodput_counts_a_change_once(tmp_path: Path) -> None:
+    """The end of a process has the seconds of its changes. One that was cut off has no end."""
+    reshape = ReshapeEvent(4, (2, 1), (1, 2), (4,), 0, 2.0, time=102.0)
+    cut = [*steps_of(4), reshape, *steps_of(2, begin=4)]
+    end = replace(end_of(cut), decide_seconds=0.5, move_seconds=2.0)
+    key = "measuring, deciding, moving"
+    assert make_run(tmp_path / "cut", cut).goodput.parts[key] == 2.0
+    assert make_run(tmp_path / "whole", [*cut, end]).goodput.parts[key] == 2.5
+    resumed = [*cut, *steps_of(2, begin=5), replace(end, time=200.0)]
+    assert make_run(tmp_path / "resumed", resumed).goodput.parts[key] == 4.5
 
 
 def test_long_run_is_a_small_page(tmp_path: Path) -> None:

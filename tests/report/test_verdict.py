@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.change_events import SlowRankEvent
+from dynmo.change_events import RepackEvent, SlowRankEvent
 from dynmo.report.verdict import diagnose
 from tests.report.folders import LAYER, end_of, make_run, steps_of, waited
 
@@ -67,6 +67,13 @@ def test_slow_rank_is_named_by_its_event(tmp_path: Path) -> None:
     cause = diagnose(make_run(tmp_path / "r", events)).causes[0]
     assert cause.name == "A slow rank"
     assert cause.text.startswith("rank 1 on node7 takes 2.00 times")
+
+
+def test_slow_rank_that_has_left_is_not_named(tmp_path: Path) -> None:
+    slow = SlowRankEvent(1, 1, 2.0, "node7", time=100.0)
+    left = RepackEvent(4, 1, 3, 2, (3, 1), (2, 1), (2, 2), 0, 0.1, 0.1, "r", (), time=102.0)
+    events = [slow, *steps_of(4), left, *steps_of(5, busy=(0.2, 0.45), begin=4)]
+    assert not diagnose(make_run(tmp_path / "r", events)).causes
 
 
 def test_rank_that_is_slow_no_longer_is_not_named(tmp_path: Path) -> None:
