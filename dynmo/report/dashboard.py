@@ -4,7 +4,8 @@
     GET /runs/NAME         the page of a run, which asks for its body twice a second
     GET /runs/NAME/body    what the page says now; 304 if nothing is new
 
-The first request brings the token in its address, and gets a cookie for the others. Other hosts'
+The first request brings the token in its address, and gets a cookie for the others. The cookie is
+lax, because the address may be opened from a terminal that is a page of another site. Other hosts'
 names are refused, so that no page of another site can ask through the browser.
 """
 
@@ -159,7 +160,7 @@ class _Token(BaseHTTPMiddleware):
             response: Response = PlainTextResponse(text, 403)
         elif given is not None:
             response = RedirectResponse(request.url.remove_query_params("token").path, 303)
-            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
         else:
             response = await call_next(request)
         response.headers.update(_HEADERS)

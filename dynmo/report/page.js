@@ -1,5 +1,6 @@
 "use strict";
 // Reads values off a picture: by the mouse, and by the arrow keys once it has the focus.
+const places = new Map(); // the step that is read off each figure, which a live page makes anew
 function readOff(figure) {
   const { x, lines, left, width, low, high } = JSON.parse(figure.dataset.lines);
   const picture = figure.querySelector(".picture"), output = figure.querySelector("output");
@@ -11,10 +12,12 @@ function readOff(figure) {
   function show(index) {
     at = Math.max(0, Math.min(x.length - 1, index));
     cursor.hidden = false;
+    places.set(figure.id, x[at]);
     cursor.style.left = 100 * (left + (width * (x[at] - low)) / (high - low)) + "%";
     const values = Object.entries(lines).map(([name, ys]) => ys[at] === null ? "" : `${name} ${ys[at]}`);
     output.textContent = `step ${x[at]}: ${values.filter(Boolean).join(", ")}`;
   }
+  if (x.includes(places.get(figure.id))) show(x.indexOf(places.get(figure.id)));
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const step = low + ((event.clientX - box.left) / box.width - left) / width * (high - low);

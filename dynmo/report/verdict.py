@@ -234,7 +234,9 @@ def _heavy_layer(best: Plan) -> Iterator[Cause]:
             1 - even / heaviest,
             f"{name} alone takes {heaviest / even:.1f} times an even share of the work, so no "
             "placement is even",
-            "Use fewer ranks, or a V schedule, which gives its rank light layers beside it",
+            "Use fewer ranks"
+            if len(best.stage_ranks) > best.mesh.pipeline
+            else "Use fewer ranks, or a V schedule, which gives its rank light layers beside it",
         )
 
 

@@ -123,6 +123,7 @@ def test_new_step_is_seen_within_two_seconds(page: Page, served: tuple[str, Path
     page.wait_for_selector("dl.tiles")
     page.click("summary")
     page.focus("#run-1-loss")
+    page.keyboard.press("Home")
     page.wait_for_timeout(1500)
     log = EventLog(runs / "live" / "events.jsonl")
     log.write(steps_of(1, begin=5)[0])
@@ -130,6 +131,7 @@ def test_new_step_is_seen_within_two_seconds(page: Page, served: tuple[str, Path
     steps = "dl.tiles dd >> nth=0"
     assert eventually(lambda: page.inner_text(steps) == "6") < 2
     assert page.evaluate("document.activeElement.id") == "run-1-loss"
+    assert page.inner_text("#run-1-loss output").startswith("step 0: ")
     assert page.locator("details[open]").count() == 1
 
 

@@ -46,7 +46,7 @@ def test_token_leaves_the_address(client: TestClient) -> None:
     answer = client.get("/runs/one", params={"token": TOKEN}, follow_redirects=False)
     assert answer.headers["location"] == "/runs/one"
     assert "HttpOnly" in answer.headers["set-cookie"]
-    assert "SameSite=strict" in answer.headers["set-cookie"]
+    assert "SameSite=lax" in answer.headers["set-cookie"]
 
 
 def test_nothing_can_be_written(client: TestClient) -> None:

@@ -47,6 +47,11 @@ def test_heavy_head_is_named(tmp_path: Path) -> None:
     assert cause.name == "A heavy layer"
     assert "(layer 3) alone takes 1.3 times an even share" in cause.text
     assert cause.share == pytest.approx(0.25)
+    assert "a V schedule" in cause.remedy
+    layers = [LAYER, LAYER, LAYER, DEAR]
+    run = make_run(tmp_path / "v", steps_of(9, (1,) * 4), layers, (1,) * 4, schedule="zb-v")
+    heavy = {cause.name: cause for cause in diagnose(run).causes}["A heavy layer"]
+    assert heavy.remedy == "Use fewer ranks"
 
 
 def test_slow_rank_is_named_by_its_layers_costs(tmp_path: Path) -> None:
