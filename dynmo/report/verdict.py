@@ -68,10 +68,16 @@ def diagnose(run: RunRecord) -> Diagnosis:
             f"{worst.remedy}.",
             causes,
         )
-    other = phase.other_idle or 0.0
-    if other >= 2 * LEAST:
-        why = busy or "messages, or other work on the machine"
-        return Diagnosis(f"Nothing to mend was found: {computes}; the rest is {why}.", ())
+    inherent = phase.inherent_idle or 0.0  # older logs have none
+    if phase.idle_ratio - inherent >= 2 * LEAST:
+        why = busy or "the rest is messages, or other work on the machine"
+        own = f"the schedule idles {show_share(inherent)} of it"
+        unknown = plan is None and len(phase.layers) > 1
+        return Diagnosis(
+            f"Nothing to mend was found: {computes}, {own}, and {why}."
+            + " The costs of the layers are unknown, so nothing was planned anew." * unknown,
+            (),
+        )
     return Diagnosis(f"This run is as fast as its schedule allows: {computes}.", ())
 
 

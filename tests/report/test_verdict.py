@@ -112,4 +112,14 @@ def test_even_run_says_that_nothing_is_to_mend(tmp_path: Path) -> None:
 def test_busy_machine_is_named_if_nothing_else_is(tmp_path: Path) -> None:
     events = steps_of(9, busy=(0.35, 0.35))
     run = make_run(tmp_path / "r", [*events, end_of(events, load=6.0)])
-    assert "the machine was busy (load 6.0 on 2 cores)" in diagnose(run).verdict
+    assert diagnose(run).verdict == (
+        "Nothing to mend was found: the ranks compute 70.0% of a step, the schedule idles 10.0% of "
+        "it, and the machine was busy (load 6.0 on 2 cores). The costs of the layers are unknown, "
+        "so nothing was planned anew."
+    )
+
+
+def test_older_log_is_not_called_as_fast_as_can_be(tmp_path: Path) -> None:
+    events = [replace(step, inherent_idle=None) for step in steps_of(9)]  # pyright: ignore[reportCallIssue]
+    verdict = diagnose(make_run(tmp_path / "r", events)).verdict
+    assert verdict.startswith("Nothing to mend was found")
