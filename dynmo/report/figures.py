@@ -7,7 +7,6 @@ colours. Legends stand above the data.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -355,12 +354,11 @@ def compared(runs: Sequence[RunRecord]) -> list[Picture]:
         "loss": lambda step: step.loss,
         "idle, %": lambda step: 100 * step.idle_ratio,
     }
-    named = Counter[str]()
-    names: list[str] = []
+    named: dict[str, RunRecord] = {}
     for run in runs:
-        named[run.name] += 1
-        names.append(run.name if named[run.name] == 1 else f"{run.name} ({named[run.name]})")
-    return [_together(dict(zip(names, runs, strict=True)), *each) for each in values.items()]
+        again = sum(other.name == run.name for other in named.values())
+        named[f"{run.name} ({again + 1})" if again else run.name] = run
+    return [_together(named, *each) for each in values.items()]
 
 
 def _together(
@@ -378,11 +376,8 @@ def _together(
         means[name] = {x: math.fsum(part) / len(part) for x, part in sorted(parts.items())}
         style = _DASHES[number % len(_DASHES)]
         colour = _INK[number % len(_INK)]
-        own = means[name]
-        if own:
-            axes.plot(
-                [*own], [*own.values()], style, color=colour, linewidth=1.2, label=_short(name)
-            )
+        ys = [*means[name].values()]
+        axes.plot([*means[name]], ys, style, color=colour, linewidth=1.2, label=_short(name))
     xs = sorted({x for own in means.values() for x in own})
     axes.set_ylabel(title)
     if xs:
@@ -400,6 +395,6 @@ def _together(
 
 
 def _short(name: str) -> str:
-    text = name if len(name) <= 24 else f"{name[:23]}…"
-    # A label with a line before it is left out of legends.
+    text = name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
+    # matplotlib leaves labels that begin with an underscore out of legends.
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

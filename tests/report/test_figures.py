@@ -56,6 +56,15 @@ def test_compared_lines_have_the_values_of_their_steps(tmp_path: Path) -> None:
     assert list(loss.lines) == ["run", "run (2)"]
     assert loss.lines["run (2)"][loss.x.index(30)] == pytest.approx(mean)
     assert loss.lines["run (2)"][loss.x.index(36)] is None
+    names = [
+        f"{'_' if place else ''}a-name-that-is-too-long-for-a-legend-{place}" for place in (0, 1)
+    ]
+    runs = [make_run(tmp_path / name, steps_of(2)) for name in names]
+    cut = compared(runs)[0].figure.legends[0].get_texts()
+    assert [text.get_text() for text in cut] == [
+        "a-name-that…r-a-legend-0",
+        " _a-name-tha…r-a-legend-1",
+    ]
     legend = loss.figure.legends[0].get_texts()
     assert [text.get_text() for text in legend] == ["run", "run (2)"]
 
