@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All tests with ranks go to one of two processes, so that there is one pool of ranks.
 TWO := --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test quick matrix docs browser site release clusters results gpu check format clean
+.PHONY: demo test quick matrix matrix-runs matrix-models matrix-rest docs browser site release clusters results gpu check format clean
 
 # What the demo needs: no packages of tests, and the compiled loops of its planner alone.
 $(DEMO): pyproject.toml constraints.txt
@@ -63,11 +63,27 @@ quick: $(READY)
 	$(BIN)/python -m pytest $(TWO) tests/schedule tests/cost tests/config tests/plan \
 	    tests/report tests/elastic/managers/test_command.py
 
-matrix: $(READY)
-	$(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not browser and not clusters"
+# Three parts, so that each can pass by itself. The last one has all that no other part names.
+MATRIX := $(BIN)/python -m pytest $(TWO) -m "matrix and not docs and not browser and not clusters"
+MODELS := tests/cases tests/fuzz tests/huggingface tests/models
+RUNS := tests/benchmarks tests/cli tests/elastic tests/pipeline tests/report \
+    tests/runtime tests/train
+
+matrix: matrix-runs matrix-models matrix-rest
+
+matrix-runs: $(READY)
+	$(MATRIX) $(RUNS)
+	@.ci/suite passed $@
+
+matrix-models: $(READY)
+	$(MATRIX) $(MODELS)
+	@.ci/suite passed $@
+
+matrix-rest: $(READY)
+	$(MATRIX) tests $(addprefix --ignore=,$(RUNS) $(MODELS))
 	$(BIN)/python -m pytest $(TWO) --hypothesis-profile matrix tests/schedule \
 	    tests/plan tests/cost
-	@.ci/suite passed matrix
+	@.ci/suite passed $@
 
 docs: $(READY)
 	$(BIN)/python -m pytest $(TWO) -m docs
