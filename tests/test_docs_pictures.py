@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
+
+from matplotlib.pyplot import close
 
 from benchmarks.output import PICTURES, save_pictures
 from docs.tools import film
@@ -14,6 +17,12 @@ from docs.tools.pictures import SOURCES, draw
 from tests.pictures import defects
 
 pytestmark = pytest.mark.docs
+
+
+@pytest.fixture(autouse=True)
+def _figures_closed() -> Iterator[None]:
+    yield
+    close("all")
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -34,5 +43,8 @@ def test_film_is_up_to_date() -> None:
 
 def test_each_picture_has_a_source() -> None:
     """No picture is left behind when what drew it is renamed."""
-    named = {f"{name}.svg" for source in SOURCES for name in draw(source)} | {"film.svg"}
+    named = {"film.svg"}
+    for source in SOURCES:
+        named |= {f"{name}.svg" for name in draw(source)}
+        close("all")
     assert {path.name for path in PICTURES.glob("*.svg")} == named

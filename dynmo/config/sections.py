@@ -230,9 +230,8 @@ class MetricsSection(Options):
         ],
         Lax,
     ] = ()
-    """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard), `wandb` (with
-    `WANDB_MODE=offline` on this machine alone), `opentelemetry` (spans, to where the variables
-    `OTEL_*` say) and `python:package.module:function`."""
+    """Some of `csv` (runs/NAME/numbers.csv), `tensorboard` (runs/NAME/tensorboard), `wandb`,
+    `opentelemetry` (spans, to where `OTEL_*` variables say), `python:package.module:function`."""
     peak_flops: Positive | None = None
     """FLOP/s that a rank can do in `train.precision`, for the utilization of a step. Not set: the
     data sheet's figure if the GPU is a known one, without sparsity."""
