@@ -1,7 +1,7 @@
 # An image with dynmo and what it needs. Its command is `dynmo`.
 #   docker build --tag dynmo .                          for CPUs
 #   docker build --tag dynmo --build-arg DEVICE=cuda .  for CUDA, with torch's build of PyPI
-#   docker run --rm --volume "$PWD:/work" dynmo train run.toml
+#   docker run --rm --volume "$PWD:/home/dynmo" dynmo train run.toml
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS build
@@ -30,8 +30,8 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
         export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; \
     fi; \
     pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)${EXTRAS:+[$EXTRAS]}"
-RUN useradd --uid 1000 --create-home dynmo && install --directory --owner dynmo /work
+RUN useradd --uid 1000 --create-home dynmo
 USER 1000
-WORKDIR /work
+WORKDIR /home/dynmo
 ENTRYPOINT ["dynmo"]
 CMD ["--help"]

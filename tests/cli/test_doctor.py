@@ -224,7 +224,7 @@ def test_crossovers_of_this_machine_are_known(look: Look, monkeypatch: pytest.Mo
 
 def test_absent_device_is_named(look: Look, tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("it is there")
+        pytest.skip("this machine has CUDA")
     with (tmp_path / "run.toml").open("a") as file:
         file.write('[parallel]\ndevice = "cuda"\n')
     found = look("run.toml")
