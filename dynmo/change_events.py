@@ -183,6 +183,34 @@ class ResizeEvent(Event):
 
 
 @dataclass(frozen=True)
+class RecoverEvent(Event):
+    """The run goes on without ranks that are gone, from copies in memory before step `step`.
+
+    Attributes:
+        lost: Where these ranks ran.
+        why: The error by which another rank has noticed it.
+        seconds: Seconds from the error until the run trains again.
+        repeated: Steps that were done and are trained again.
+        ranks_before: Number of ranks before.
+        ranks_after: Number of ranks after.
+        source: Mesh before: ranks of a pipeline, and replicas. Written as `from`.
+        target: Mesh after. Written as `to`.
+        layers: Layers on each stage from now on.
+    """
+
+    event: ClassVar[str] = "recover"
+    lost: tuple[str, ...]
+    why: str
+    seconds: float
+    repeated: int
+    ranks_before: int
+    ranks_after: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RepackEvent(ResizeEvent):
     """The run goes on with fewer ranks.
 

@@ -18,6 +18,7 @@ from dynmo.change_events import (
     GrowEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    RecoverEvent,
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
@@ -68,6 +69,7 @@ ALL: list[Event] = [
     GrowEvent(
         7, 3, 2, 3, (2, 1), (3, 1), (6, 6), 9, 0.25, None, "planned", ("a:3",), 0.1, time=3.5
     ),
+    RecoverEvent(6, ("a:1",), "lost rank 1", 0.5, 1, 4, 3, (2, 2), (3, 1), (6, 6, 6), time=3.6),
     ReleaseEvent(7, "launcher", "node n3 of job 7", 1, 0.5, time=3.75),
     FaultEvent(7, "a newcomer is gone", time=3.75),
     RollbackEvent(7, "clipped", 0.1 / 3, time=3.75),

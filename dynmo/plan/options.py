@@ -88,6 +88,11 @@ class Elastic(Options):
     """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
     join_timeout: Timeout = 60.0
     """Seconds that the run waits for ranks that it needs. It then goes on without them."""
+    recover: Literal["none", "memory"] = "none"
+    """Whether the run survives a dead rank. With `memory` each rank keeps copies of its own layers
+    and of another rank's in host memory."""
+    recover_every: Count = 1
+    """With `recover`: steps between two copies. After a fault the run repeats up to one more."""
 
     def _problems(self) -> Iterator[str]:
         target = self.target_ranks
@@ -114,6 +119,11 @@ class Elastic(Options):
             yield (
                 f"elastic.target_ranks = {target} is less than elastic.min_ranks = "
                 f"{self.min_ranks}; use at least that many"
+            )
+        if self.recover == "none" and self.recover_every != 1:
+            yield (
+                'elastic.recover_every is for elastic.recover = "memory"; set that, or leave '
+                "recover_every out"
             )
         commands = [key for key in ("release_command", "grow_command") if getattr(self, key)]
         if self.releaser == "command" and not commands:
