@@ -93,7 +93,7 @@ def test_round_trip(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert " ".join(json.loads(line)["event"] for line in lines) == (
         "step data skipped not_finite saves held_out eval tokens change rebalance speeds "
-        "slow_rank schedule rebalance_result reshape repack grow release fault rollback "
+        "slow_rank schedule rebalance_result reshape repack grow recover release fault rollback "
         "post_validation checkpoint end"
     )
     moved = json.loads(lines[9])
