@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+# Seconds beyond `parallel.timeout` in which the other ranks must go on without one that has ended.
+_RECOVERY = 30.0
+
 
 class Launcher(StrEnum):
     """The starter of the ranks."""
@@ -160,6 +163,7 @@ def _train_with_restarts(config: Config, folder: Path, options: TrainOptions) ->
 def _spawn(
     config: Config, folder: Path, options: TrainOptions, resumes: bool, starter: Starter
 ) -> int:
+    from dynmo.elastic.launch import ServedStore
     from dynmo.elastic.launcher.supervisor import spawn
 
     flags = [*["--resume"] * resumes, *["--json"] * options.as_json]
@@ -167,17 +171,27 @@ def _spawn(
     rendezvous_file = folder / "rendezvous.json"  # for newcomers
     rendezvous_file.unlink(missing_ok=True)  # of a run that was killed
     try:
-        parallel = config.parallel
-        if (options.launcher or Launcher.local) is Launcher.local:
+        parallel, recovers = config.parallel, config.elastic.recover != "none"
+        is_local = (options.launcher or Launcher.local) is Launcher.local
+        if is_local and not recovers:
             return spawn(line, config.ranks, parallel.threads, folder)
 
         def open_store() -> Store:
             from dynmo.runtime.comm.store import home_of, serve  # loads torch while ranks start
 
-            return home_of(serve(rendezvous_file, parallel.timeout))
+            address = "127.0.0.1" if is_local else None
+            return home_of(serve(rendezvous_file, parallel.timeout, address))
 
-        where = (folder, starter, _shared(folder), rendezvous_file, open_store)
-        return spawn(line, config.ranks, parallel.threads, *where)
+        return spawn(
+            line,
+            config.ranks,
+            parallel.threads,
+            folder,
+            None if is_local else starter,
+            None if is_local else _shared(folder),
+            ServedStore(rendezvous_file, open_store),
+            recovers_within=parallel.timeout + _RECOVERY if recovers else None,
+        )
     finally:
         rendezvous_file.unlink(missing_ok=True)
         if sys.stderr.isatty():

@@ -4,23 +4,29 @@
                      launcher/asked/2   {"ranks": [0, 1, 4]}    these processes are the ranks now
                      launcher/asked/3   {"give_back": [2, 3]}   free what these processes had
                      launcher/told/1    {"kind": "released"..   what became of it
+                     launcher/end/2     1                       any rank: end this process
+                     launcher/ended/2   "was ended by SIGKILL"  the launcher: so it has ended
     in the folder    entered-4          host, Slurm step        process 4 runs
                      failed-4                                   why process 4 ended
 
 The launcher owns the store. On one machine it needs no torch: its store is the folder, with a file
 for each key. A process reaches only the folder before it has loaded torch, and when the store is
 lost. The environment variable DYNMO_RENDEZVOUS names the folder.
+
+The keys launcher/end and launcher/ended are for runs that survive a dead rank (`elastic.recover`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from dynmo.elastic.manager import RankPlace, Report
+from dynmo.errors import RunError
 from dynmo.files import write_whole
 
 # Errors of a store that is lost, damaged or full.
@@ -35,6 +41,19 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
 
     def set(self, key: str, value: str, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServedStore:
+    """A store that the launcher serves to ranks.
+
+    Attributes:
+        file: Says where it is. The caller removes it before the run and after it.
+        open: Opens the store and writes the file, once the ranks start.
+    """
+
+    file: Path
+    open: Callable[[], Store]
 
 
 class FolderStore:
@@ -82,6 +101,51 @@ class Messages:
             self.count += 1
             yield json.loads(text)
 
+    def find_count(self) -> int:
+        """Counts the messages in the store. A rank 0 that is gone has sent or received them."""
+        while self._store.check([f"{self._name}/{self.count + 1}"]):
+            self.count += 1
+        return self.count
+
+
+def find(store: Store, key: str) -> str:
+    """Returns a text of the run, or an empty string."""
+    try:
+        return store.get(key).decode() if store.check([key]) else ""
+    except RunError:  # a process of another run has written it
+        return ""
+
+
+def end_key(process: int) -> str:
+    return f"launcher/end/{process}"
+
+
+def ended_key(process: int) -> str:
+    return f"launcher/ended/{process}"
+
+
+class Arbiter:
+    """The launcher as a rank sees it that has lost another one.
+
+    Args:
+        store: The store in which the first generation of ranks meets.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def has_ended(self, process: int) -> bool:
+        """Returns whether a process of the launcher has ended. Raises `LOST` without a store."""
+        return self.how_it_ended(process) != ""
+
+    def how_it_ended(self, process: int) -> str:
+        """Returns, for example, "was ended by SIGKILL". Empty while the process runs."""
+        return find(self._store, ended_key(process))
+
+    def end(self, process: int) -> None:
+        """Asks the launcher to end a process at once, though it was stopped or hangs."""
+        self._store.set(end_key(process), "1")
+
 
 class LauncherManager:
     """Rank 0's side: the launcher as a resource manager.
@@ -101,6 +165,11 @@ class LauncherManager:
     def counts(self) -> tuple[int, int]:
         """The arguments with which another rank 0 goes on."""
         return self._asked.count, self._told.count
+
+    def find_counts(self) -> None:
+        """Goes on after a rank 0 that is gone."""
+        self._asked.find_count()
+        self._told.find_count()
 
     def start(self, count: int) -> None:
         self._ask({"start": count}, count)

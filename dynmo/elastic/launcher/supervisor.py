@@ -14,6 +14,9 @@ others are ended, and the cause is reported, not its consequences.
 
 A run may change its ranks. A process that ends with status 0 disturbs no other. The failure of a
 process that is not a rank yet, or not any more, is a report for rank 0 and no failure of the run.
+
+A run may survive a dead rank (`elastic.recover`). The launcher then tells the other ranks that a
+process has ended, ends one that they cannot reach, and waits until they go on without it.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from dynmo.elastic.launch import LOST, FolderStore, Messages, Store
+from dynmo.elastic.launch import LOST, FolderStore, Messages, ServedStore, Store
+from dynmo.elastic.launcher.ends import Ends
 from dynmo.elastic.launcher.environment import (
     keep,
     launch_folder,
@@ -44,7 +47,8 @@ from dynmo.elastic.launcher.failure import (
     read_failures,
     verdict,
 )
-from dynmo.elastic.manager import RankCommand, RankProcess, Report, Starter
+from dynmo.elastic.launcher.process import StartedProcess
+from dynmo.elastic.manager import RankCommand, Report, Starter
 from dynmo.elastic.managers.local import LocalStarter
 from dynmo.elastic.managers.threaded import ThreadedManager
 from dynmo.errors import ConfigError, RunError
@@ -73,8 +77,8 @@ def spawn(
     log_folder: Path,
     starter: Starter | None = None,
     folder: Path | None = None,
-    rendezvous_file: Path | None = None,
-    open_store: Callable[[], Store] | None = None,
+    served: ServedStore | None = None,
+    recovers_within: float | None = None,
 ) -> int:
     """Runs `command` as `size` ranks until all have ended. No process is left behind.
 
@@ -88,9 +92,9 @@ def spawn(
         starter: Starts the processes. None starts children on this machine.
         folder: The launch folder, which all machines of the run must see. It is made anew, and
             removed at the end. None means a temporary folder.
-        rendezvous_file: The file that says where the ranks meet. The caller removes it before and
-            after. None means that they meet in `folder`.
-        open_store: Opens the store of the ranks, once they start. None means that of `folder`.
+        served: The store in which the ranks meet. None means that they meet in `folder`.
+        recovers_within: Seconds in which the other ranks must go on without one that has ended.
+            None means that a rank that fails ends the run.
 
     Returns:
         0, or 130 if all ranks stopped because a signal asked.
@@ -109,11 +113,12 @@ def spawn(
         )
     starter = LocalStarter() if starter is None else starter
     with launch_folder(folder) as path, signals_heard(interrupts=False) as asked:
-        run = Supervisor(starter, command, size, threads, path, log_folder, rendezvous_file, asked)
+        where = path, log_folder, served and served.file
+        run = Supervisor(starter, command, size, threads, *where, recovers_within, asked)
         try:
             for _ in range(size):
                 run.start()
-            run.watch(FolderStore(path) if open_store is None else open_store())
+            run.watch(FolderStore(path) if served is None else served.open())
             return run.verdict()
         finally:
             run.end()
@@ -121,38 +126,6 @@ def spawn(
             log = log_folder / "rank-0.log"
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
-
-
-@dataclass(eq=False)
-class _Process:
-    """A started process.
-
-    Attributes:
-        number: The launcher's number.
-        was_rank: Whether it has ever been a rank of the run.
-        asked: Whether it was asked to stop.
-        runs: Whether it has entered the run.
-        told: Whether rank 0 knows that it runs.
-        ended: Whether its end outside of the run was seen.
-    """
-
-    number: int
-    handle: RankProcess
-    was_rank: bool
-    started: float
-    told: bool
-    runs: bool = False
-    asked: bool = False
-    ended: bool = False
-
-    @property
-    def code(self) -> int | None:
-        return self.handle.poll()
-
-    def ask_to_stop(self) -> None:
-        if not self.asked and self.code is None:
-            self.asked = True
-            self.handle.send_signal(signal.SIGTERM)
 
 
 @dataclass
@@ -166,13 +139,15 @@ class Supervisor:
     folder: Path
     log_folder: Path
     rendezvous_file: Path | None
+    recovers_within: float | None
     asked: Asked
 
     def __post_init__(self) -> None:
-        self._processes: list[_Process] = []
-        self._ranks: list[_Process] = []  # in order of ranks
-        self._leaving: list[_Process] = []
+        self._processes: list[StartedProcess] = []
+        self._ranks: list[StartedProcess] = []  # in order of ranks
+        self._leaving: list[StartedProcess] = []
         self._leave_by = 0.0  # when those of them that have ended are given back at the latest
+        self._ends: Ends | None = None  # of a run that survives a dead rank
         self._releases = ThreadedManager()
         self._reports: list[Report] = []
         self._is_removed = False  # the launch folder was removed once
@@ -200,7 +175,7 @@ class Supervisor:
         except (OSError, RunError) as error:
             name = f"{'process' if joins else 'rank'} {number}"
             raise RunError(f"{name} could not be started: {error}") from None
-        process = _Process(number, handle, not joins, time.monotonic(), told=not joins)
+        process = StartedProcess(number, handle, not joins, time.monotonic(), told=not joins)
         self._processes.append(process)
         if not joins:
             self._ranks.append(process)
@@ -216,7 +191,9 @@ class Supervisor:
         not say why.
         """
         self._from_ranks, self._to_ranks = Messages(store, "asked"), Messages(store, "told")
-        failed_at: float | None = None
+        if self.recovers_within is not None:
+            self._ends = Ends(store, self._how_it_ended)
+        failed_at, failed = 0.0, set[int]()
         next_look = next_touch = 0.0
         while self.asked.stops < 2:
             now = time.monotonic()
@@ -227,25 +204,32 @@ class Supervisor:
             if now >= next_look:
                 self._look()
                 next_look = now + _LOOK
-            codes = {process.number: process.code for process in self._ranks}
-            living = {number for number, code in codes.items() if code is None}
+            if self._ends is not None:
+                self._ends.tell(self._processes)
+            living = {process.number for process in self._ranks if process.code is None}
             if not living:
                 return
             if now >= next_touch:
                 keep(self.folder)
                 next_touch = now + _TOUCH
             self._give_back_ended(now)
-            failed = any(code not in (None, 0, STOPPED) for code in codes.values())
             # A rank may have left, and the message of it come after its end.
-            failed_at = (failed_at or now) if failed else None
-            if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
-                reports = self._failures()
-                blamed = {
-                    each for number in codes.keys() & reports for each in reports[number].waits_for
-                }
-                if now - failed_at > _GRACE or living <= blamed:
-                    return
+            before, failed = failed, {process.number for process in self._ranks if process.failed}
+            if failed and (not before or (self.recovers_within is not None and failed - before)):
+                failed_at = now
+            if failed and self._is_over(now - failed_at, living):
+                return
             time.sleep(_TICK)
+
+    def _is_over(self, seconds: float, living: set[int]) -> bool:
+        """Returns whether a failure so long ago ends the run."""
+        if self.recovers_within is not None:
+            return seconds > self.recovers_within
+        if seconds <= _GRACE_WHEN_HUNG:
+            return False
+        numbers, reports = {process.number for process in self._ranks}, self._failures()
+        blamed = {each for number in numbers & reports.keys() for each in reports[number].waits_for}
+        return seconds > _GRACE or living <= blamed
 
     def _ask_to_save(self) -> None:
         """Hands SIGUSR1 on once all ranks run. It ends a process that waits for its resources."""
@@ -274,6 +258,8 @@ class Supervisor:
         with contextlib.suppress(*LOST):
             for message in self._from_ranks.receive():
                 self._act_on(**message)
+        if self._ends is not None:
+            self._ends.make(self._processes)
         self._show_output()
         for process in self._processes:
             seconds = time.monotonic() - process.started
@@ -319,30 +305,39 @@ class Supervisor:
     ) -> None:
         """Acts on a message of rank 0 (`LauncherManager`)."""
         known = dict(enumerate(self._processes))
+        before = self._ranks
         if ranks:
             self._ranks = [known[number] for number in ranks if number in known]
         for process in self._ranks:
             process.was_rank = True
-        left = [*self._leaving, *(known[number] for number in give_back if number in known)]
+        gone = [process for process in before if process not in self._ranks]
+        lost = self._ends.lost(gone) if self._ends is not None else []
+        left = [*self._leaving, *lost, *(known[number] for number in give_back if number in known)]
         # A parked rank may come back.
-        self._leaving = [process for process in left if process not in self._ranks]
+        left = [process for process in dict.fromkeys(left) if process not in self._ranks]
+        self._leaving = left
         for _ in range(start if self._ranks[0].code is None else 0):
             try:
                 self.start(joins=True)
             except RunError as error:
                 self._reports.append(Report("failed", str(error), 1))
 
-    def _tell_end(self, process: _Process, seconds: float) -> None:
+    def _tell_end(self, process: StartedProcess, seconds: float) -> None:
         """Tells rank 0 of a newcomer that did not join, or of a rank that failed after it left."""
         if process.was_rank and process.code in (0, STOPPED):
             return
-        failure = self._failures().get(process.number)
-        why = how_it_ended(process.handle, self._log(process.number))
-        why = why if failure is None else f"failed: {failure.message}"
         what = "had left the run and" if process.was_rank else "did not join: it"
-        what = f"process {process.number} {what} {why}"
+        what = f"process {process.number} {what} {self._how_it_ended(process)}"
         # A rank that has left was not asked for.
         self._reports.append(Report("failed", what, int(not process.was_rank), seconds))
+
+    def _how_it_ended(self, process: StartedProcess) -> str:
+        failure = self._failures().get(process.number)
+        if failure is not None:
+            return f"failed: {failure.message}"
+        if process.killed:
+            return "did not answer and was ended"
+        return how_it_ended(process.handle, self._log(process.number))
 
     def _give_back_ended(self, now: float) -> None:
         """Gives back the resources of processes that have left and ended."""

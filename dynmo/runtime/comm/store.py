@@ -271,13 +271,16 @@ def home_of(store: SignedStore) -> SignedStore:
     return store.within("gen/0")
 
 
-def serve(file: Path, timeout: float) -> SignedStore:
+def serve(file: Path, timeout: float, address: str | None = None) -> SignedStore:
     """Opens a store in the launcher, and writes its address to a file.
+
+    Args:
+        address: Where it listens. None: MASTER_ADDR, or the name of this machine.
 
     Raises:
         RunError: The ranks could not reach it.
     """
-    address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    address = address or os.environ.get("MASTER_ADDR") or socket.gethostname()
     port, listener = 0, None
     try:
         if is_loopback(address):

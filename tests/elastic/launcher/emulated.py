@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from dynmo.elastic.launch import FolderStore, LauncherManager
+from dynmo.elastic.launch import Arbiter, FolderStore, LauncherManager
 from dynmo.elastic.launcher import supervisor
 from dynmo.elastic.launcher.rank_side import report_failure
 from dynmo.elastic.manager import Kind, RankCommand, RankPlace, RankProcess, Report
@@ -30,7 +30,8 @@ class EmulatedProcess:
         self.told: list[str] = []
         self.code: int | None = None
         self.environment = command.environment
-        self._manager = LauncherManager(FolderStore(Path(command.environment["DYNMO_RENDEZVOUS"])))
+        store = FolderStore(Path(command.environment["DYNMO_RENDEZVOUS"]))
+        self._manager, self.arbiter = LauncherManager(store), Arbiter(store)
         self._log = command.log
         command.entered.write_text('{"host": "here"}')
         self._script = script(self)
@@ -62,6 +63,10 @@ class EmulatedProcess:
     def ranks_are(self, *processes: int) -> None:
         """Says as rank 0 who is a rank now."""
         self._manager.ranks_are(_places(processes))
+
+    def succeeds(self) -> None:
+        """Becomes rank 0 after one that is gone."""
+        self._manager.find_counts()
 
     def give_back(self, *processes: int) -> None:
         """Says as rank 0 that it goes on alone, and that other processes leave."""
@@ -133,15 +138,20 @@ class EmulatedRun(LocalStarter):
         for process in self.processes:
             process.go_on()
 
-    def launch(self, folder: Path) -> int:
+    def launch(self, folder: Path, recovers_within: float | None = None) -> int:
         with mock.patch.multiple(supervisor, time=self, ThreadedManager=AtOnce):
-            return supervisor.spawn(["rank"], len(self._scripts), 1, folder, self)
+            within = recovers_within
+            return supervisor.spawn(
+                ["rank"], len(self._scripts), 1, folder, self, recovers_within=within
+            )
 
 
-def launch(folder: Path, *scripts: Script, join: Script | None = None) -> tuple[int, list[str]]:
+def launch(
+    folder: Path, *scripts: Script, join: Script | None = None, recovers_within: float | None = None
+) -> tuple[int, list[str]]:
     """Runs these ranks. Returns the status and what rank 0 was told."""
     run = EmulatedRun(scripts, join)
-    status = run.launch(folder)
+    status = run.launch(folder, recovers_within)
     return status, run.processes[0].told
 
 
