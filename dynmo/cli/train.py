@@ -190,7 +190,7 @@ def _spawn(
             None if is_local else starter,
             None if is_local else _shared(folder),
             ServedStore(rendezvous_file, open_store),
-            recovers_within=parallel.timeout + _RECOVERY if recovers else None,
+            parallel.timeout + _RECOVERY if recovers else None,
         )
     finally:
         rendezvous_file.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import pytest
 from dynmo.cli import main
 from dynmo.config import load
 from dynmo.errors import InputError, Interrupted, RunError
+from dynmo.runtime.comm.rendezvous import read_rendezvous
 from tests.cli.runs import GPT, Base, Run, assert_refused, fill, tree
 from tests.full_disk import files_up_to
 
@@ -501,11 +502,32 @@ def test_launcher_gets_the_run_folder_for_rendezvous(
     monkeypatch.setattr("dynmo.elastic.managers.slurm.SlurmStarter", lambda *arguments: arguments)
     options = ("elastic.job_options=['--partition=p']",)
     assert run(tmp_path, "run.toml", "--launcher", "slurm", sets=options).status == 0
-    ((command, ranks, _, folder, starter, shared, rendezvous_file, _),) = given
+    ((command, ranks, _, folder, starter, shared, served, recovers_within),) = given
     assert command[-2:] == ["train", "runs/main/config.toml"]
     assert (ranks, str(folder)) == (2, "runs/main")
     assert starter == (shared, ("--partition=p",))
-    assert [str(path) for path in (shared, rendezvous_file)] == [
+    assert [str(path) for path in (shared, served.file)] == [
         "runs/main/.launch",
         "runs/main/rendezvous.json",
     ]
+    assert recovers_within is None
+
+
+def test_local_ranks_that_recover_meet_in_the_launcher(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    records = list[dict[str, Any]]()
+
+    def spawn(*arguments: Any) -> int:
+        *_, starter, shared, served, recovers_within = arguments
+        assert (starter, shared, recovers_within) == (None, None, 60.0)
+        assert served.open() is not None
+        records.append(read_rendezvous(served.file))
+        return 0
+
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", spawn)
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    assert run(tmp_path, "run.toml", sets=("elastic.recover=memory",)).status == 0
+    assert records[0]["address"] == "127.0.0.1"
+    assert len(records[0]["token"]) > 20
