@@ -157,7 +157,7 @@ def _train_with_restarts(config: Config, folder: Path, options: TrainOptions) ->
         fewer = f" with {config.ranks} of {before.ranks} ranks ({pipeline} x {replicas})"
         return how + fewer * (config.ranks < before.ranks)
 
-    return with_restarts(attempt, config.launch.restarts, lambda: steps_done(folder), prepare)
+    return with_restarts(attempt, config.restarts, lambda: steps_done(folder), prepare)
 
 
 def _spawn(

@@ -196,9 +196,10 @@ else:
 class LaunchSection(Options):
     """How `dynmo train` starts the ranks."""
 
-    restarts: Whole = 0
+    restarts: Whole | None = None
     """How often a run that fails is started again, from its newest checkpoint. A fault that comes
-    twice at the same step ends the run all the same. Under torchrun, `--max-restarts` counts."""
+    twice at the same step ends the run all the same. Under torchrun, `--max-restarts` counts. Not
+    set: 0, or 3 with `elastic.recover`."""
 
 
 class CheckpointSection(SaveOptions):
@@ -318,6 +319,13 @@ class Config(Options):
         for problem in facts.problems():
             if train.epochs is None or problem in endless:
                 yield problem
+
+    @property
+    def restarts(self) -> int:
+        """Restarts that a run may have."""
+        if self.launch.restarts is not None:
+            return self.launch.restarts
+        return 3 if self.elastic.recover != "none" else 0
 
     @property
     def microbatches(self) -> int:

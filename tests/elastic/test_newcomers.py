@@ -119,7 +119,8 @@ def test_newcomers_are_let_in_in_order_of_arrival(home: SignedStore) -> None:
     assert second.end() is None, "the run is over"
 
 
-def test_newcomers_wait_on_when_rank_0_leaves(home: SignedStore) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_newcomers_wait_on_when_rank_0_leaves_or_dies(home: SignedStore, dies: bool) -> None:
     """Those that were let in or refused do not come again."""
     former = entrance(home)
     first, second = Waiting(home, "a"), Waiting(home, "b")
@@ -127,7 +128,7 @@ def test_newcomers_wait_on_when_rank_0_leaves(home: SignedStore) -> None:
     former.let_in(["rank 2 of 3"])
     other = Waiting(home, "c")
     wait_for(former, 2)
-    run = entrance(home, former=former.handover())
+    run = entrance(home, former=Handover.of_dead_rank(home) if dies else former.handover())
     former.close(left=True)
     wait_for(run, 2)
     last = Waiting(home, "d")
