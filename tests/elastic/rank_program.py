@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from dynmo.elastic.launch import FolderStore, LauncherManager
+from dynmo.elastic.launch import Arbiter, FolderStore, LauncherManager
 from dynmo.elastic.launcher.rank_side import enter_rank, report_failure
 from dynmo.elastic.manager import RankPlace, Report
 from dynmo.errors import DynmoError, RunError
@@ -24,7 +24,8 @@ LIMIT = 40.0
 process = int(os.environ["DYNMO_PROCESS"])
 joins = "--join" in sys.argv
 here = Path(sys.argv[1])
-manager = LauncherManager(FolderStore(Path(os.environ["DYNMO_RENDEZVOUS"])))
+store = FolderStore(Path(os.environ["DYNMO_RENDEZVOUS"]))
+manager, arbiter = LauncherManager(store), Arbiter(store)
 signals: list[int] = []
 _reports: list[Report] = []
 
@@ -61,6 +62,11 @@ def give_back(*processes: int, stay: Sequence[int]) -> None:
     """Says as rank 0 that processes leave, and which ones stay."""
     ranks_are(*stay)
     manager.give_back(places(processes), places(stay))
+
+
+def ended(number: int) -> None:
+    """Waits until the launcher says that a process has ended."""
+    until(lambda: arbiter.has_ended(number), f"the end of process {number}")
 
 
 def reports(count: int) -> list[Report]:

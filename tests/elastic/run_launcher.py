@@ -21,6 +21,8 @@ from tests.processes import gone, wait_until
 ROOT = Path(__file__).parents[2]
 # Variables of a launcher that works in another folder.
 PATHS = {"PYTHONPATH": str(ROOT)}
+# Those of a run that survives a dead rank.
+RECOVERS = {**PATHS, "RECOVERS_WITHIN": "20"}
 
 # A rank that ends after it was asked to, once it may.
 STOPS_WHEN_ASKED = """
@@ -52,6 +54,30 @@ say("done")
     "heard('done')",
     "heard('leave')",
     "heard('leave')",
+)
+
+
+# Three ranks, of which one dies and one stops. Rank 0 goes on alone.
+LOSES_TWO = (
+    """
+ended(1)
+ranks_are(0, 2)
+say("goes-on")
+heard("stops")
+time.sleep(0.5)
+arbiter.end(2)
+ended(2)
+ranks_are(0)
+reports(2)
+print(arbiter.how_it_ended(1), "and", arbiter.how_it_ended(2))
+""",
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    """
+heard("goes-on")
+say("stops")
+os.kill(os.getpid(), signal.SIGSTOP)
+heard("never")
+""",
 )
 
 
@@ -106,8 +132,10 @@ def main(name: str, size: int, folder: Path) -> int:
     command = [sys.executable, str(program), str(folder)]
     shared = None if name == "local" else folder / ".launch"
     supervisor._GRACE = 2.0
+    within = float(os.environ["RECOVERS_WITHIN"]) if "RECOVERS_WITHIN" in os.environ else None
+    where = starter(name, size, folder), shared, None
     try:
-        return supervisor.spawn(command, size, 1, folder, starter(name, size, folder), shared)
+        return supervisor.spawn(command, size, 1, folder, *where, within)
     except DynmoError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status

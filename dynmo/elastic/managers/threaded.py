@@ -69,6 +69,7 @@ class ThreadedManager:
                 what = call()
             except Exception as error:
                 own = isinstance(error, DynmoError)
+                ranks = ranks if kind == "started" else 0  # nobody waits for the others
                 kind, what = "failed", str(error) if own else f"{type(error).__name__}: {error}"
                 _logger.debug("a call of the manager failed", exc_info=True)
             self._reports.put(Report(kind, shorten(what, 500), ranks, time.monotonic() - start))

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dynmo.errors import RankDied, RunError
 from tests.elastic.launcher.emulated import EmulatedProcess, Script, Steps, ends, launch, stops
+from tests.elastic.run_launcher import LOSES_TWO, RECOVERS, launcher_command, reports_of
 
 RELEASED = "released 1: 1 process of this machine ended; memory and device are free"
 LOOKS = 1500  # of the launcher: 30 s
+
+
+def test_rank_goes_on_without_a_dead_and_a_stopped_one(
+    start_here: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start_here(launcher_command("local", tmp_path, *LOSES_TWO), RECOVERS)
+    out, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+    killed = "was ended by SIGKILL; out of memory?"
+    assert out == f"{killed} and did not answer and was ended\n"
+    assert reports_of(tmp_path) == [RELEASED] * 2
 
 
 def dies(me: EmulatedProcess) -> Steps:

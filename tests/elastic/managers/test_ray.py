@@ -16,7 +16,9 @@ import pytest
 from tests.elastic.ray_cluster import RayCluster, ray_cluster, why_no_ray, without_warning
 from tests.elastic.run_launcher import (
     LENDS_TWO,
+    LOSES_TWO,
     PATHS,
+    RECOVERS,
     STOPS_WHEN_ASKED,
     check_that_ranks_end_with,
     launcher_command,
@@ -97,6 +99,14 @@ heard("done")
     gpus = {(tmp_path / f"gpu-{number}").read_text() for number in (4, 5)}
     assert len(gpus) == 2
     assert (tmp_path / "rank-1.log").read_text() == ""
+    wait_until(lambda: gone(tmp_path), 15)
+
+
+def test_run_goes_on_without_a_dead_and_a_stopped_rank(ray: RayCluster, tmp_path: Path) -> None:
+    process = ray.start(launcher_command("ray", tmp_path, *LOSES_TWO), tmp_path, RECOVERS)
+    killed = "was ended by SIGKILL; out of memory?"
+    assert end(process) == (0, f"{killed} and did not answer and was ended\n", "")
+    assert reports_of(tmp_path) == ["released 1: Ray removed 1 placement group: 1 GPU free"] * 2
     wait_until(lambda: gone(tmp_path), 15)
 
 

@@ -22,7 +22,9 @@ from dynmo.elastic.managers.slurm import SlurmProcess, SlurmStarter, own_job_env
 from dynmo.errors import ConfigError, RunError
 from tests.elastic.run_launcher import (
     LENDS_TWO,
+    LOSES_TWO,
     PATHS,
+    RECOVERS,
     STOPS_WHEN_ASKED,
     check_that_ranks_end_with,
     launcher_command,
@@ -125,8 +127,8 @@ print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
     job = slurm.submit(command, 2, "shared", tmp_path / "out", PATHS, options)
     slurm.wait_for_state("shared", None)
     assert reports_of(tmp_path) == [
-        "failed 1: n2 cannot be given back until its last rank leaves",
-        "failed 1: n1 cannot be given back until its last rank leaves",
+        "failed 0: n2 cannot be given back until its last rank leaves",
+        "failed 0: n1 cannot be given back until its last rank leaves",
         f"released 1: job {job} gave back n2",
     ]
     assert (tmp_path / "out").read_text() == "0 2\n"
@@ -164,6 +166,20 @@ print("result")
     assert reports_of(tmp_path)[0] == "released 1: 1 job ended"
     assert [line.partition(" runs")[0] for line in reports_of(tmp_path)[1:]]
     wait_until(lambda: not slurm.states(), 90)
+
+
+@needs_slurm
+def test_run_goes_on_without_a_dead_and_a_stopped_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
+    command = launcher(tmp_path, *LOSES_TWO)
+    job = slurm.submit(command, 3, "loses", tmp_path / "out", RECOVERS, [f"--chdir={tmp_path}"])
+    slurm.wait_for_state("loses", None)
+    killed = "was ended by SIGKILL; out of memory?"
+    assert (tmp_path / "out").read_text() == f"{killed} and did not answer and was ended\n"
+    first, second = reports_of(tmp_path)
+    assert first == f"released 1: job {job} gave back n2"
+    # Slurm may refuse a second change of a job that has just begun.
+    assert second.endswith(("gave back n3", f"try again in a bit for job {job}"))
+    wait_until(lambda: gone(tmp_path), 30)
 
 
 @needs_slurm
