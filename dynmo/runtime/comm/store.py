@@ -34,6 +34,8 @@ _POLL = 0.05
 LOST = (RuntimeError, ValueError, MemoryError)
 # Bytes of the length of a key or a value in a file store.
 _LENGTH = 4
+# Key of a generation whose ranks have met anew without one of them.
+ENDED = "ended"
 # The store of each place, and the number of worlds that this process has met in before.
 _opened: dict[Rendezvous, tuple[SignedStore, int]] = {}
 # Name of the file with the token of ranks that torchrun started on one machine.

@@ -8,10 +8,10 @@ Each global layer has a folder. No pickles are written or read.
         manifest.json                 step, layer names, state, SHA-256 of every file and of itself
         layer-0007/                   layer.json (names, dtypes, shapes) and tensors.safetensors
 
-A save goes to `step-N.tmp`, is hashed and synced, then renamed. Only then does `latest` move. A
-load verifies every hash, with some layers for each rank. It falls back one checkpoint if the newest
-is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The ranks
-share the file system.
+A save goes to `step-N.tmp`, or to `step-N.gG.tmp` in generation G of the ranks. It is hashed and
+synced, then renamed. Only then does `latest` move. A load verifies every hash, with some layers for
+each rank. It falls back one checkpoint if the newest is damaged. Layers are keyed by global index,
+so any placement can load any checkpoint. The ranks share the file system.
 """
 
 from __future__ import annotations

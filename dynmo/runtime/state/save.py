@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError, RunError
+from dynmo.errors import CheckpointError, RankDied, RunError
 from dynmo.files import sync_folder, write_whole
 from dynmo.runtime.comm.agreement import Attempt, NotWritten
 from dynmo.runtime.comm.rank_group import RankGroup
+from dynmo.runtime.comm.store import ENDED, find_present
 from dynmo.runtime.state.background import MemoryFiles
 from dynmo.runtime.state.checkpoint import (
     BEST,
@@ -105,7 +106,9 @@ class Save:
         self._names = names
         self._keep, self._best = keep, best
         self.path = folder / f"step-{step:06d}"
-        self._partial = self.path.with_suffix(".tmp")
+        # A rank that was stopped, and goes on after the others have met anew, disturbs no new one.
+        generation = world.everyone.generation
+        self._partial = self.path.with_suffix(f".g{generation}.tmp" if generation else ".tmp")
         self._attempt = Attempt(world, self._partial, "earlier checkpoints are untouched")
         self._memory: MemoryFiles | None = None
         self._failure: NotWritten | None = None  # `complete` raises it
@@ -173,6 +176,7 @@ class Save:
         Raises:
             NotWritten: Some rank could not write its part. Every rank raises it, and earlier
                 checkpoints are untouched.
+            RankDied: The other ranks went on without this one.
         """
         begin, world, step = time.perf_counter(), self._world, self.step
         if self._failure is not None:
@@ -189,6 +193,8 @@ class Save:
         size = torch.tensor([float(self._bytes)], dtype=torch.float64)
         world.sum(table, "the checkpoint's layers to be written")
         world.sum(size, "the checkpoint's layers to be written")
+        if world.rank == 0 and find_present(world.everyone.store, [ENDED]):
+            raise RankDied(f"{self.path} got no name: the other ranks went on without this one")
         with self._attempt.part():
             if world.rank == 0:
                 hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
