@@ -73,7 +73,13 @@ class WaitTimeout(RunError):
 
 
 class RankDied(RunError):
-    """A rank of the run is gone."""
+    """A rank of the run is gone.
+
+    Attributes:
+        is_fault: Whether the others can go on. If not, an error ended it that they may have, too.
+    """
+
+    is_fault = True
 
 
 class PeerFailed(RunError):

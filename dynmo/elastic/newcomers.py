@@ -127,6 +127,7 @@ class Newcomers:
         # The highest ticket so far, and the tickets whose holders have not described themselves.
         self._known = handover.known
         self._expected = {*handover.expected}
+        self._answered = set[int]()  # tickets that a rank 0 before has answered
         # The thread adds newcomers, and only the other methods remove them.
         self._waiting: dict[int, _Waiting] = {}
         self._pulsed = -_PULSE
@@ -166,6 +167,7 @@ class Newcomers:
             except Forged as error:
                 self._forged = self._forged or f"{error}; it is ignored"
             self._known = ticket
+        self._expected -= self._answered
         for ticket in sorted(self._expected):
             text = genuine(self._watched, f"here/{ticket}")
             if text is not None:
@@ -283,6 +285,18 @@ class Newcomers:
         known, expected = self._known, [*self._expected]
         expected += self._waiting
         return Handover(known, expected, self._outstanding, late, self._missed, counts)
+
+    def go_on(self) -> None:
+        """Goes on for a rank 0 that is gone. It has answered the newcomers so far."""
+        if self._launcher is not None:
+            self._launcher.find_counts()
+        for ticket in range(1, MOST):
+            with contextlib.suppress(Forged):
+                if self._store.find(f"ticket/{ticket}") is None:
+                    return
+                answers = (self._store.find(f"{kind}/{ticket}") for kind in ("state", "refused"))
+                if any(answers):
+                    self._answered.add(ticket)
 
     def close(self, left: bool = False) -> None:
         """Ends the entrance. If rank 0 has `left`, the manager may finish what it does."""

@@ -118,7 +118,7 @@ class Actions:
         migration = exchange(
             world,
             plan,
-            lambda i: (store.modules[i], store.state(i)),
+            lambda move: store.packed(move.layer, store.state(move.layer)),
             store.check_arrival,
             partial(store.moved, layout, plan),
         )
@@ -167,7 +167,11 @@ class Actions:
             self._pending.reshaped()
 
         migration = exchange(
-            everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, adopt
+            everyone,
+            plan,
+            lambda move: store.packed(move.layer, whole[move.layer]),
+            store.check_arrival,
+            adopt,
         )
         store.frozen.share(store.world, store.layers)
         self._profiler.forget(move.layer for move in plan)

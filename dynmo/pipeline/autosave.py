@@ -62,6 +62,7 @@ class AutoSave:
         self._signals = ExitStack()
         self._asked: Asked | None = None
         self._saves = 0  # SIGUSR1 that are heard
+        self._is_lost = False  # a checkpoint that was asked for, by a fault
         self._saves_in = -1  # the step in which the last of them was
 
     # -- when --------------------------------------------------------------------------------------
@@ -96,6 +97,7 @@ class AutoSave:
         if self._asked is not None:
             asks = self._asked.saves > self._saves or step == self._saves_in
             self._saves, self._saves_in = self._asked.saves, step if asks else -1
+        asks |= self._is_lost
         if self._options is not None and self._options.every == "auto" and not self._world.rank:
             asks |= time.monotonic() - self._begun >= EVERY
         return SAVE * asks + WRITING * writes
@@ -155,8 +157,15 @@ class AutoSave:
             save = begin(folder, keep, extra, best, behind=behind)
         self._under_way, self._is_written = save, False
         self._is_asked, self._stops, self._stopped_at = False, False, -1
+        self._is_lost = False
         self.step, self._begun = save.step, time.monotonic()
         return save.path
+
+    def drop(self) -> None:
+        """Gives up the checkpoint that is being written, after a fault. One is saved soon."""
+        self._is_lost |= self._is_asked or self._under_way is not None
+        self._under_way, self._is_written = None, False
+        self._is_asked, self._stops, self._stopped_at = False, False, -1
 
     def complete(self, *, raises: bool = False) -> None:
         """Waits for the checkpoint that is being written, if there is one."""

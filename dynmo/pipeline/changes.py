@@ -98,6 +98,10 @@ class Changes:
             self._act(step)
         self.made = step
 
+    def made_before(self, step: int) -> None:
+        """Takes note that the engine is as it was after the changes before a step."""
+        self.made = self._placed = step
+
     def _collect(self, step: int) -> None:
         with self._all_cases(step):
             for case, shares in self.cases.collect(step):

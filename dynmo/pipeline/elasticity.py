@@ -78,6 +78,8 @@ class Elasticity:
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
+        # The mesh before a fault, to which the run goes back. None: it is as it is.
+        self._former: NextMesh | None = None
         # True if this rank is out of the run.
         self.left = False
 
@@ -85,10 +87,44 @@ class Elasticity:
         """Takes up the measurements of a loaded checkpoint."""
         self._rebalancer, self.reference = rebalancer, reference
 
-    def _open_entrance(self, former: Handover | None) -> None:
+    def _open_entrance(self, former: Handover | None, after_fault: bool = False) -> None:
         world = meeting_of(self._everyone)
         if world.leads and world.home is not None:
             self._newcomers = Newcomers(self.options.elastic, world, self._identity, former)
+            if after_fault:
+                self._newcomers.go_on()
+
+    def recovered(
+        self,
+        engine: Engine,
+        rebalancer: Rebalancer,
+        options: PipelineOptions,
+        stay: Sequence[RankPlace],
+        left: Sequence[RankPlace],
+        former: NextMesh,
+    ) -> None:
+        """Goes on with a new engine after a fault, and asks for ranks in place of those that left.
+
+        Args:
+            stay: Where the ranks run.
+            left: Where the others have run.
+            former: The mesh before.
+        """
+        everyone = meeting_of(engine.store.world)
+        moment = time.monotonic()
+        self._returned += (self._most_ranks - len(stay) - len(left)) * (moment - self._since)
+        self._since, self._pipeline, self._rebalancer = moment, engine, rebalancer
+        self.options, self._must_decide, self._refused = options, False, 0
+        if former.ranks > everyone.size:
+            self._former = former
+        if not everyone.leads:
+            return
+        if self._newcomers is None:
+            self._open_entrance(Handover(), after_fault=True)
+        assert self._newcomers is not None
+        self._newcomers.on_resize(stay, left)
+        if self._former is not None:
+            self._newcomers.start(self._former.ranks - everyone.size - self._newcomers.waiting)
 
     @property
     def _everyone(self) -> RankGroup:
@@ -123,6 +159,8 @@ class Elasticity:
 
     def _is_welcome(self, waiting: int) -> bool:
         elastic, size = self.options.elastic, self._everyone.size
+        if self._former is not None and size + waiting >= self._former.ranks:
+            return True
         if not waiting:
             self._refused = 0
             return False
@@ -166,6 +204,11 @@ class Elasticity:
         if not self.acts(step):
             return False
         self._must_decide, size = False, self._everyone.size
+        if self._former is not None:
+            former, self._former = self._former, None
+            if size + self._known_to_first()[0] >= former.ranks:
+                return self._grow(step, former, state)
+            self._former = former
         mesh = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
         if mesh is None or mesh.ranks == size:
             return False

@@ -58,6 +58,7 @@ from dynmo.runtime.state.save import Save
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
+    from dynmo.pipeline.recovery import Recovery
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Parts:
         shapes: Bytes of each layer by its shapes. None if unknown.
         extra: What the loop has kept in the checkpoint.
         saves: Saves when it is time to.
+        recovery: Goes on after a fault. None if that is not wanted.
+        new_cases: Makes the dynamic cases anew.
         outside: Steps of the time before this process was outside. None while it is a rank.
     """
 
@@ -107,8 +110,8 @@ class Parts:
             torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
         check_own_rules(options)
         facts = options.facts(model.layers, model.options, on_cuda)
-        self._make_cases = partial(make_cases, cases, facts)
-        self.cases = self._make_cases()
+        self.new_cases = partial(make_cases, cases, facts)
+        self.cases = self.new_cases()
         self._checks_memory = checks_memory and options.memory_limit is not None
         limit = rank_memory_limit(options, world)
         self.options = options.model_copy(update={"memory_limit": limit})
@@ -120,6 +123,11 @@ class Parts:
         self.extra: dict[str, Any] = {}
         self.saves = AutoSave(checkpoint, world, self.begin_save, self.tell)
         self.outside: int | None = None
+        self.recovery: Recovery | None = None
+        if options.elastic.recover == "memory":
+            from dynmo.pipeline.recovery import Recovery
+
+            self.recovery = Recovery(self)
         if world.is_outside:
             self.outside = 0
             groups = ParameterGroups(settings_of(options), model, model.build(()), world.device)
@@ -158,7 +166,7 @@ class Parts:
                 _agree_on_modules(self.model, self.world)
             self._make(saved)
             if saved is None:
-                self._begin_at(0)
+                self.begin_at(0)
             else:
                 self.resume(saved)
             self._watch(None if saved is None else saved.state.reference)
@@ -215,7 +223,7 @@ class Parts:
         restore_engine(self.engine, saved, self.cases)
         state = saved.state
         self.extra = state.extra
-        self._begin_at(saved.step, math.nan if state.loss is None else state.loss, state.moves)
+        self.begin_at(saved.step, math.nan if state.loss is None else state.loss, state.moves)
         if self.options.learning_rate is None:
             # Older checkpoints have the learning rate alone.
             older = [] if state.lr is None else [{"lr": state.lr}]
@@ -277,14 +285,14 @@ class Parts:
 
         newcomer = state_from(text)
         state = newcomer.state
-        self.cases = self._make_cases()
+        self.cases = self.new_cases()
         if newcomer.microbatches != self.options.all_microbatches:
             self.options = self.options.with_microbatches(newcomer.microbatches)
         # First, because all other ranks wait while this one joins.
         self.shapes = self._known_shapes(is_new=False)
         self.engine = join_engine(self.options, self.world, self.model, self.cases, newcomer)
         self.extra = state["extra"]
-        self._begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
+        self.begin_at(newcomer.step, state["loss"], state["moves"], joined=True)
         if self.options.learning_rate is None:
             self.optimizer.restore(state["groups"])
         self.outside = None
@@ -292,7 +300,7 @@ class Parts:
         if self.changes.tracer is not None:
             self.changes.tracer.keep_around()
 
-    def _begin_at(
+    def begin_at(
         self, step: int, loss: float = math.nan, moves: int = 0, joined: bool = False
     ) -> None:
         """Makes what leads from step to step, before this step."""
@@ -311,7 +319,14 @@ class Parts:
         )
         self.saves.step = step
         self.steps = Steps(
-            engine, self.changes, self.optimizer, self.saves, self.tell, self._listens, done=step
+            engine,
+            self.changes,
+            self.optimizer,
+            self.saves,
+            self.tell,
+            self._listens,
+            step,
+            self.recovery,
         )
         cases.take_over(engine)
         engine.pending.take_failed()  # an earlier training may have left it

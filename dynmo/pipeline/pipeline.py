@@ -21,9 +21,11 @@ from dynmo.pipeline.batch import Batch
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.journal import Part
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
 from dynmo.pipeline.options import Checkpoints, Log, Parallel, PipelineOptions, Precision, Training
 from dynmo.pipeline.parts import Parts
+from dynmo.pipeline.recovery import surviving
 from dynmo.pipeline.results import Evaluation, Metrics
 from dynmo.pipeline.start import World
 from dynmo.pipeline.user_calls import check_kinds, former_member, former_read, public, whole_numbers
@@ -216,15 +218,19 @@ class Pipeline:
             RunError: The loss or a gradient was not finite in `stop_after` steps in a row, or this
                 process is no rank of the training (`left`).
         """
-        results = (
-            () if self.left else self._parts.steps.train(inputs, targets, samples, stop, adapt)
-        )
+        results = () if self.left else self._train(Part(inputs, targets, samples), stop, adapt)
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
                 "true then, stop or call join()"
             )
-        return (results + self._parts.steps.drain())[-1]
+        return (results + self.drain())[-1]
+
+    def _train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]:
+        recovery = self._parts.recovery
+        if recovery is None:
+            return self._parts.steps.train(*part, stop, adapt)
+        return recovery.train(part, stop, adapt)
 
     @public
     def advance(
@@ -257,9 +263,10 @@ class Pipeline:
             RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
                 was updated.
         """
-        return () if self.left else self._parts.steps.train(inputs, targets, samples, stop, adapt)
+        return () if self.left else self._train(Part(inputs, targets, samples), stop, adapt)
 
     @public
+    @surviving
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final, if `advance` has not.
 
@@ -269,6 +276,7 @@ class Pipeline:
         return self._parts.steps.drain()
 
     @public
+    @surviving
     def adapt(self) -> tuple[StepResult, ...]:
         """Changes what is to be changed before the next step. `step` calls it by itself.
 
@@ -281,6 +289,7 @@ class Pipeline:
         return () if self._parts.outside is not None else self._parts.steps.adapt()
 
     @public
+    @surviving
     def evaluate(
         self,
         inputs: Batch | None = None,
@@ -408,7 +417,8 @@ class Pipeline:
         `adapt` may change it, with `schedule="auto"` or another mesh.
         """
         store = self._engine.store
-        return store.layout.sliced or store.world.rank in self.mesh.ends
+        is_end = store.layout.sliced or store.world.rank in self.mesh.ends
+        return is_end or self._parts.recovery is not None  # after a fault it may be one
 
     def sampler(
         self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0
@@ -434,6 +444,7 @@ class Pipeline:
         return ReplicaSampler(dataset, batch, place, shuffle=shuffle, seed=seed)
 
     @public
+    @surviving
     def move(
         self,
         partition: Partition | Sequence[int] | None = None,
@@ -463,6 +474,7 @@ class Pipeline:
     # -- trained layers ----------------------------------------------------------------------------
 
     @public
+    @surviving
     def freeze(self, layers: Collection[int]) -> None:
         """Stops training these layers. Their optimizer state stays.
 
@@ -475,6 +487,7 @@ class Pipeline:
         self._changes.freeze(self.steps, whole_numbers("layers", layers))
 
     @public
+    @surviving
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had.
 
@@ -489,6 +502,7 @@ class Pipeline:
     # -- saving ------------------------------------------------------------------------------------
 
     @public
+    @surviving
     def save(
         self,
         folder: str | Path,
@@ -525,6 +539,7 @@ class Pipeline:
         return path
 
     @public
+    @surviving
     def load(self, folder: str | Path) -> int:
         """Goes on from the newest complete checkpoint in `folder`.
 
@@ -547,6 +562,7 @@ class Pipeline:
         self.extra = self._parts.extra
         return self.steps
 
+    @surviving
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Gathers the weights and persistent buffers of all layers.
 
@@ -563,6 +579,7 @@ class Pipeline:
         return WholeModel(self._engine).state_dict(everywhere)
 
     @public
+    @surviving
     def load_state_dict(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Replaces the weights and persistent buffers of all layers.
 
@@ -579,6 +596,7 @@ class Pipeline:
         """
         WholeModel(self._engine).load_state_dict(state)
 
+    @surviving
     def digest(self, *, buffers: bool = False) -> str:
         """Returns the SHA-256 of all weights. It is equal exactly if all weights are.
 
@@ -589,6 +607,7 @@ class Pipeline:
 
     # -- end ---------------------------------------------------------------------------------------
 
+    @surviving
     def finish(self) -> tuple[StepResult, ...]:
         """Waits for the last step, saves (`checkpoint`), and ends the measurement of the last move.
 

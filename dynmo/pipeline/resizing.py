@@ -22,7 +22,14 @@ from dynmo.plan.partition import Layout, Layouts, Move, Partition
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.engine.profiler import measure_links
-from dynmo.runtime.state.migration import Arrival, Holders, Migration, exchange, holders, transfers
+from dynmo.runtime.state.migration import (
+    Arrival,
+    Holders,
+    Migration,
+    exchange,
+    holders,
+    transfers,
+)
 
 
 class ResizeFailed(RunError):
@@ -92,7 +99,7 @@ class Resizing(Actions):
             migration = exchange(
                 everyone,
                 plan,
-                lambda i: (store.modules[i], whole[i]),
+                lambda move: store.packed(move.layer, whole[move.layer]),
                 store.check_arrival,
                 arrivals.extend,
             )
@@ -161,6 +168,15 @@ class Resizing(Actions):
         self._finish(before, layout, plan)
         return migration
 
+    def take_up(
+        self, arrivals: Sequence[Arrival], groups: Mapping[int, GroupPlacement] | None
+    ) -> None:
+        """Begins with the layers of an engine whose layer store is bare, on all ranks."""
+        layout = self._store.layout
+        self._take_up(layout, (), {}, arrivals, groups)
+        self._pending.renewed()
+        self._finish(layout, layout, ())
+
     def _exchange(
         self,
         layout: Layout,
@@ -177,7 +193,11 @@ class Resizing(Actions):
             self._pending.renewed()
 
         return exchange(
-            everyone, plan, lambda i: (store.modules[i], whole[i]), store.check_arrival, take_up
+            everyone,
+            plan,
+            lambda move: store.packed(move.layer, whole[move.layer]),
+            store.check_arrival,
+            take_up,
         )
 
     def _go_back(

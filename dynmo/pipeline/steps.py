@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
@@ -42,6 +42,9 @@ from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.optim.precision import PRECISIONS
 
+if TYPE_CHECKING:
+    from dynmo.pipeline.recovery import Recovery
+
 _logger = logging.getLogger(__name__)
 
 Targets = Tensor | list[Tensor] | None
@@ -55,6 +58,7 @@ class Steps:
         tell: Hands events to the listener.
         listens: Whether there is one.
         done: Number of steps that are done.
+        recovery: Keeps copies for faults. None if that is not wanted.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class Steps:
         tell: Callable[..., None],
         listens: bool,
         done: int,
+        recovery: Recovery | None,
     ) -> None:
+        self._recovery = recovery
         self._engine, self._changes, self._optimizer = engine, changes, optimizer
         self._saves, self._tell, self._listens, self._done = saves, tell, listens, done
         engine.before_end = partial(Steps._save_before_end, proxy(self))
@@ -107,6 +113,8 @@ class Steps:
             results += self.drain()
         if changes.elastic is not None and changes.elastic.acts(step):
             self._saves.complete()  # a rank that leaves has a part in it
+            if self._recovery is not None:
+                self._recovery.settle()
         with ACTIVITY.doing(f"makes the changes before step {step}"):
             changes.make(step)
         self._begin = time.perf_counter()
@@ -119,8 +127,13 @@ class Steps:
         samples: Sequence[Hashable] | None,
         stop: bool,
         adapt: bool,
+        rates: tuple[dict[str, Any], ...] | None = None,
     ) -> tuple[StepResult, ...]:
-        """Trains on one batch. Returns the results that have become final."""
+        """Trains on one batch. Returns the results that have become final.
+
+        Args:
+            rates: Options of the optimizer's groups, if a step is repeated that had others.
+        """
         if not adapt:
             self._saves.if_due(self.done)
         before = self.adapt() if adapt else ()
@@ -137,7 +150,9 @@ class Steps:
             changes.cases.dropping_samples(),
         ):
             engine.pending.raise_failure()
-            step, batch, rates = self.done, None, self._rates()
+            step, batch, rates = self.done, None, rates or self.rates()
+            if self._recovery is not None:
+                self._recovery.before_training(step)
             restart_peak(world.device)
             if changes.made != step:
                 self._begin = time.perf_counter()
@@ -226,7 +241,7 @@ class Steps:
             changes.cases.observe(Signals(step, record.loss, record.squared_norms, started.rate))
         return result
 
-    def _rates(self) -> tuple[dict[str, Any], ...]:
+    def rates(self) -> tuple[dict[str, Any], ...]:
         """Returns the options of each group of parameters in the next step."""
         options = self._changes.options
         rule = options.learning_rate

@@ -18,6 +18,7 @@ from dynmo.models.model import Model
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.parts import Parts
+from dynmo.pipeline.recovery import surviving
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
@@ -144,6 +145,7 @@ class Measured(_View):
         """
         return tuple(self._changes.rebalancer.records)
 
+    @surviving
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
         from dynmo.pipeline.gathering import measured_costs
@@ -154,6 +156,7 @@ class Measured(_View):
         """Drops all measurements. The next step measures anew."""
         self._engine.profiler.forget(range(self._engine.model.layers))
 
+    @surviving
     def profile(
         self, steps: int | None = None, costs: Sequence[LayerCost] | None = None
     ) -> Profile:
@@ -178,6 +181,7 @@ class Measured(_View):
             measured = measured_costs(engine, shapes, measured)
         return profile_of(options, engine, measured, steps)
 
+    @surviving
     def account(self) -> Account:
         """Returns what changes have cost and saved so far. All ranks call it together."""
         engine, changes = self._engine, self._changes
@@ -195,6 +199,7 @@ class Measured(_View):
         """Hands an event to those who listen (`dynmo.Log(listen=)`)."""
         self._parts.tell(event)
 
+    @surviving
     def save_trace(self, path: str | Path | None) -> None:
         """Writes the recorded ops of all ranks, on rank 0. See `Pipeline(trace=)`.
 

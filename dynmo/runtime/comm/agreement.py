@@ -114,11 +114,16 @@ def raised_on_all(world: RankGroup, kind: type[DynmoError], what: str) -> Iterat
 
 def share_texts(world: RankGroup, text: str, what: str) -> list[str]:
     """Returns the text of each rank, on every rank."""
-    data, everyone = text.encode(), world.everyone
+    return [data.decode() for data in share_bytes(world, text.encode(), what)]
+
+
+def share_bytes(world: RankGroup, data: bytes, what: str) -> list[bytes]:
+    """Returns the bytes of each rank, on every rank."""
+    everyone = world.everyone
     sizes = everyone.gather(torch.tensor(len(data)), what).tolist()
     padded = bytearray(data.ljust(max(sizes) or 1, b"\0"))
     table = everyone.gather(torch.frombuffer(padded, dtype=torch.uint8), what)
-    return [row.numpy().tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]
+    return [row.numpy().tobytes()[:size] for row, size in zip(table, sizes, strict=True)]
 
 
 class NotWritten(RunError):

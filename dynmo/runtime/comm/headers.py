@@ -204,6 +204,7 @@ TAG_PREFIX = 1 << 24
 TAG_VERDICT = 1 << 25
 TAG_SUMS = 1 << 26
 TAG_END = 1 << 27
+TAG_COPY = 1 << 28
 
 
 def tag_of(channel: Channel) -> int:

@@ -44,8 +44,12 @@ _Answer = TypeVar("_Answer")
 
 # Most seconds between two beats, and the share of `parallel.timeout` if that is less.
 EVERY, SHARE = 10.0, 1 / 8
+# The same if the others go on without a dead rank.
+QUICK = 0.25
 # Seconds in which the store must answer.
 _ANSWER = 2.0
+# Key of the store by which a rank tells that its generation cannot go on.
+ENDED = "ended"
 # In the environment of a rank: nobody takes it for dead, and it waits without a limit.
 DEBUGGER = "DYNMO_DEBUGGER"
 
@@ -178,11 +182,14 @@ class Heartbeat:
 
     Attributes:
         verdict: Why no wait of this rank will end well. None: they may.
+        is_quick: Whether it looks often, and ends all waits once a rank has told the end of the
+            generation.
     """
 
     def __init__(
         self, world: Ranks, store: SignedStore, usual_timeout: float, work_timeout: float
     ) -> None:
+        self.is_quick = False
         self._world, self._home, self._work_timeout = world, store, work_timeout
         self._usual_timeout = usual_timeout
         self._store: SignedStore | None = None
@@ -212,13 +219,19 @@ class Heartbeat:
     def _open_waits(self) -> list[Wait]:
         return list(self._waits.values())
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank's own thread waits for others."""
+        return any(wait.thread == self._thread_of_rank for wait in self._open_waits)
+
     # -- the thread --------------------------------------------------------------------------------
 
     @property
     def _every(self) -> float:
         """Seconds until the next beat. A test may change the limit of a wait."""
         limits = [wait.world.timeout for wait in self._open_waits]
-        return min(EVERY, SHARE * min(self._world.timeout, self._usual_timeout, *limits))
+        most = QUICK if self.is_quick else EVERY
+        return min(most, SHARE * min(self._world.timeout, self._usual_timeout, *limits))
 
     def _serve(self) -> None:
         last = time.monotonic()
@@ -231,6 +244,8 @@ class Heartbeat:
             try:
                 self._tell(every)
                 self._look(every)
+                if self.is_quick:
+                    self._look_for_end()
             except Exception as error:  # nothing else ends the waits
                 self._fail(error)
 
@@ -300,6 +315,16 @@ class Heartbeat:
                 self._judge(wait)
         if self.verdict is not None:
             self._end_waits()
+
+    def _look_for_end(self) -> None:
+        """Ends the waits of this rank if another one has told the end of the generation."""
+        if self.verdict is None and (waits := self._open_waits):
+            store = self._store
+            said = self._ask(lambda: store and store.find(ENDED))
+            if said is not None:
+                seconds = time.monotonic() - waits[0].begun
+                self.verdict = Verdict(waits[0], [], seconds, None, said.decode())
+                self._end_waits()
 
     # -- the verdict -------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from dynmo.errors import (
 )
 from dynmo.kernels.torch_private import abort_communicators, default_store
 from dynmo.runtime.comm.device_waits import DeviceWaits
-from dynmo.runtime.comm.heartbeat import Heartbeat
+from dynmo.runtime.comm.heartbeat import ENDED, Heartbeat
 from dynmo.runtime.comm.process_groups import (
     TRIES,
     drop_group,
@@ -61,6 +61,7 @@ class Meeting(RankGroup):
         is_outside: Whether this process is no rank of the training that it belongs to.
         is_of_loop: Whether `dynmo.init` made it, for a loop of one's own.
         work_timeout: Limit of work without progress, if that is longer than `timeout`.
+        recovers: Whether the others go on if a rank is gone.
 
     Example:
         >>> import dynmo
@@ -73,6 +74,7 @@ class Meeting(RankGroup):
     is_outside: bool = False
     is_of_loop: bool = False
     work_timeout: float = 0.0
+    recovers: bool = False
     # The views, and their groups by whether a view has its own, and its global ranks. A shape that
     # comes back needs no new groups.
     views: list[RankGroup] = field(default_factory=list[RankGroup])
@@ -151,7 +153,7 @@ class Meeting(RankGroup):
             RankDied: A rank came and is gone again.
         """
         self._end_groups(failed=False)
-        self._peers, self.is_outside, self.peer_error = None, False, None
+        self._peers, self.is_outside, self.peer_error, self.lost = None, False, None, None
         self.shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store = (self.home or self.store).within(f"again/{generation}")
         self.waits, hook = DeviceWaits(), sys.excepthook
@@ -183,6 +185,7 @@ class Meeting(RankGroup):
             )
         if self.size > 1:
             self.heartbeat = Heartbeat(self, self.store, self.usual_timeout, self.work_timeout)
+            self.heartbeat.is_quick = self.recovers
         self._lift_limit(self.group)
 
     def _begin_setup(self, timeout: float) -> None:
@@ -376,11 +379,14 @@ class Meeting(RankGroup):
         if not isinstance(error, DynmoError):
             text = f"{type(error).__name__}: {text}{place(error)}{notes(error)}"
         text = self.peer_error or me + text.removeprefix(me)
-        is_final = is_final or isinstance(error, WaitTimeout | RankDied)
-        kind = "final" if is_final else "input" if isinstance(error, InputError) else ""
+        is_lost = isinstance(error, WaitTimeout | RankDied)
+        kind = "input" if isinstance(error, InputError) else ""
+        kind, is_final = "lost" if is_lost else "final" if is_final else kind, is_final or is_lost
         with contextlib.suppress(RuntimeError, TimeoutError):
             content = json.dumps({"kind": kind, "text": text})
             call_with_limit(1.0, lambda: self.store.set(f"gave up/{self.rank}", content))
+            if is_final:
+                call_with_limit(1.0, lambda: self.store.set(ENDED, text))
         self._end_groups(failed=True)
         if not is_final:
             try:

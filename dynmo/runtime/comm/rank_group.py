@@ -252,7 +252,7 @@ class RankGroup:
                 self.fail(error, [peer], what)
         else:
             with self.waiting([peer], what, self.group):
-                work.wait(self._limit)
+                work.wait(self.limit)
 
     def waiting(self, peers: Sequence[int] | None, what: str, group: Any = None) -> Wait:
         """Marks a wait of this thread for others. None means some of all others.
@@ -267,7 +267,7 @@ class RankGroup:
         return Wait((self._everyone or self).heartbeat, self, peers, what, group)
 
     @property
-    def _limit(self) -> timedelta:
+    def limit(self) -> timedelta:
         """What a wait of gloo gets as its limit."""
         return timedelta(seconds=self.timeout) if self.everyone.heartbeat is None else _NEVER
 
@@ -353,7 +353,7 @@ class RankGroup:
         ranks = self.subgroups[self.subgroup] if self.subgroups else range(self.size)
         # One thread may sum over a view while another one sums over everyone.
         tag = TAG_SUMS + bool(self.subgroups)
-        return Tree(self.group, ranks, self.rank, tag, self._limit)
+        return Tree(self.group, ranks, self.rank, tag, self.limit)
 
     def exchange(
         self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], what: str
@@ -423,8 +423,11 @@ class RankGroup:
         for at in find_present(self.store, keys):
             given_up = json.loads(self.store.get(keys[at]))
             self.everyone.peer_error = given_up["text"]
-            kinds = {"input": InputError, "final": RankDied}
-            raise kinds.get(given_up["kind"], PeerFailed)(given_up["text"]) from error
+            kinds = {"input": InputError, "lost": RankDied, "final": RankDied}
+            raised = kinds.get(given_up["kind"], PeerFailed)(given_up["text"])
+            if isinstance(raised, RankDied):
+                raised.is_fault = given_up["kind"] == "lost"
+            raise raised from error
 
     def late(self, peers: Sequence[int] | None, what: str, wait: Wait | None = None) -> WaitTimeout:
         """Returns the error of a wait for peers. None means some of all others."""

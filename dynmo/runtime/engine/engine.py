@@ -113,6 +113,8 @@ class Engine:
         )
         # Called on all ranks before steps that are not finite end the training.
         self.before_end: Callable[[], None] = _nothing
+        # Called once a step has run, before it may change weights and before its end is agreed on.
+        self.before_update: Callable[[], None] = _nothing
         self.pending = PostValidation(
             store,
             self.optimizer_step,
@@ -218,6 +220,7 @@ class Engine:
                 draw, scale = self._draw(batch, step), end.scaler.scale
                 step_output = self.programs.train(batch, draw, scale)
             self._undo = step_output.undo
+            self.before_update()
             if validates:
                 pending.end(settings, step_output)
             else:

@@ -52,7 +52,7 @@ from dynmo.runtime.state.layer_checks import (
     check_views,
 )
 from dynmo.runtime.state.layer_tensors import fill, make_contiguous
-from dynmo.runtime.state.migration import Arrival
+from dynmo.runtime.state.migration import Arrival, Packed, pack
 from dynmo.runtime.state.spread_groups import SpreadGroups
 
 # Prefixes of the tensors of dynamic cases, and of `Layer.beside`, among the optimizer's state.
@@ -348,6 +348,10 @@ class LayerStore:
         others |= {f"{_BESIDE}{name}": t for name, t in self.layers[index].beside.state().items()}
         others = {name: t.to(self.world.device) for name, t in others.items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | others
+
+    def packed(self, index: int, state: dict[str, Tensor]) -> Packed:
+        """Returns an own layer as it moves, with its `state`."""
+        return pack(index, self.modules[index], state)
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """Returns the optimizer's whole state. All replicas call it, in the same order."""

@@ -66,6 +66,10 @@ class Arrival:
         return fill(module, self.tensors, self.flags, self.forms)
 
 
+Packed = tuple[bytes, list[Tensor]]
+"""A layer's manifest, and its tensors in the manifest's order."""
+
+
 @dataclass(frozen=True)
 class Migration:
     moved_bytes: int
@@ -75,15 +79,15 @@ class Migration:
 def exchange(
     world: RankGroup,
     moves: Sequence[Move],
-    leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
+    leaving: Callable[[Move], Packed],
     check: Callable[[Move, Arrival], None],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
     """Runs the moves, in layer order. All ranks call it together.
 
     Args:
-        leaving: Returns module and optimizer state of a layer that leaves this rank. Called once
-            for each rank to which the layer goes.
+        leaving: Returns a layer that leaves this rank (`pack`). Called once for each rank to which
+            the layer goes.
         check: Raises an error if a layer cannot come here.
         adopt: Makes the new placement live, with the layers that have arrived.
 
@@ -123,13 +127,11 @@ class _Transit:
         self._sends: list[tuple[dist.Work, Tensor, Move]] = []
         self._failure: Exception | None = None
 
-    def announce(
-        self, move: Move, leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]]
-    ) -> None:
+    def announce(self, move: Move, leaving: Callable[[Move], Packed]) -> None:
         """Sends the manifest of a layer that leaves, or an empty one if it cannot."""
         text = b""
         try:
-            text, tensors = pack(move.layer, *leaving(move.layer))
+            text, tensors = leaving(move)
             self._leaving.append((move, tensors))
         except Exception as error:
             self._failure = self._failure or error
@@ -171,9 +173,7 @@ class _Transit:
         return [arrival for _, arrival in self._arrivals]
 
 
-def pack(
-    layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]
-) -> tuple[bytes, list[Tensor]]:
+def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> Packed:
     """Returns a layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
     beside = {"hooks": hooks_of(module), "scalars": scalars_of(module)}

@@ -23,6 +23,7 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.runtime.state.layer_tensors import contents, fill
 from dynmo.runtime.state.migration import (
     Arrival,
+    Packed,
     _receive_text,
     exchange,
     holders,
@@ -82,6 +83,10 @@ class Held:
     def move(self, target: Partition, leaving: Any = None) -> int:
         plan = moves_between_ranks(self.partition, target)
 
+        def give(move: Move) -> Packed:
+            module, state = (leaving or self.leaving)(move.layer)
+            return pack(move.layer, module, state)
+
         def adopt(arrivals: list[Arrival]) -> None:
             for move in plan:
                 if move.source == self.world.rank:
@@ -94,7 +99,13 @@ class Held:
                 self.optimizers[arrival.layer] = optimizer_of(module)
                 self.optimizers[arrival.layer].load(state)
 
-        migration = exchange(self.world, plan, leaving or self.leaving, lambda *_: None, adopt)
+        migration = exchange(
+            self.world,
+            plan,
+            give,
+            lambda *_: None,
+            adopt,
+        )
         self.partition = target
         return migration.moved_bytes
 

@@ -1,0 +1,190 @@
+"""The calls of a loop since the oldest copy, to make them again after a fault.
+
+Batches stay in host memory. If the mesh has become another one, the ranks give each other the parts
+of a batch that they need now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from dynmo.errors import RunError
+from dynmo.runtime.comm.agreement import share_bytes, share_texts
+from dynmo.runtime.comm.rank_group import RankGroup
+
+
+class Part(NamedTuple):
+    """What a replica is given for a step, as `Pipeline.step` takes it."""
+
+    inputs: Any = None
+    targets: Any = None
+    samples: Sequence[Hashable] | None = None
+
+
+@dataclass
+class Call:
+    """A call of a method of the pipeline, which all ranks make together.
+
+    Attributes:
+        number: Its number among all calls, the same on every rank.
+        run: Makes it.
+        changes: Whether the model or the optimizer is another one afterwards.
+    """
+
+    number: int
+    run: Callable[[], Any]
+    changes: bool
+
+
+@dataclass
+class Training(Call):
+    """A call that trains on a batch.
+
+    Attributes:
+        rates: Options of the optimizer's groups in the step.
+        replicas: Number of replicas of the mesh for which the parts are.
+        parts: The parts of the batch that are here, by replica.
+    """
+
+    replicas: int = 1
+    rates: tuple[dict[str, Any], ...] | None = None
+    parts: dict[int, Part] = field(default_factory=dict[int, Part])
+
+    def part(self, replica: int, replicas: int) -> Part:
+        """Returns the part of a replica of another mesh."""
+        count = self.replicas // replicas
+        if count == 1:
+            return self.parts[replica]
+        own = [self.parts[at] for at in range(replica * count, (replica + 1) * count)]
+        # Samples only spare work, and their numbers are those of other microbatches.
+        return Part(_join([each.inputs for each in own]), _join([each.targets for each in own]))
+
+
+def on_host(batch: Any) -> Any:
+    """Returns a copy of a batch, or of a part of one."""
+    if isinstance(batch, Tensor):
+        return batch.detach().to("cpu", copy=True)
+    if isinstance(batch, Mapping):
+        named = cast("Mapping[str, Any]", batch)
+        return {name: on_host(each) for name, each in named.items()}
+    if isinstance(batch, list | tuple):
+        return [on_host(each) for each in cast("Sequence[Any]", batch)]
+    return batch
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """Joins the parts of neighbouring replicas."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {name: _join([each[name] for each in parts]) for name in cast(Any, first)}
+    if isinstance(first, list):
+        return [microbatch for part in parts for microbatch in part]
+    return first
+
+
+# -- batches travel ---
+
+
+def packed(batch: Any) -> bytes:
+    """Returns a batch as bytes of safetensors, whose metadata have its structure."""
+    tensors = dict[str, Tensor]()
+
+    def structure(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[name := str(len(tensors))] = value.contiguous().clone()
+            return name
+        if isinstance(value, Mapping):
+            named = cast("Mapping[str, Any]", value)
+            return {"dict": {key: structure(each) for key, each in named.items()}}
+        if isinstance(value, list):
+            return {"list": [structure(each) for each in cast("list[Any]", value)]}
+        return None
+
+    return save(tensors, {"structure": json.dumps(structure(batch))})
+
+
+def unpacked(data: bytes) -> Any:
+    length = int.from_bytes(data[:8], "little")
+    tensors = load(data)
+
+    def value(structure: Any) -> Any:
+        if isinstance(structure, str):
+            return tensors[structure]
+        if structure is None:
+            return None
+        if "list" in structure:
+            return [value(each) for each in structure["list"]]
+        return {key: value(each) for key, each in structure["dict"].items()}
+
+    return value(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["structure"]))
+
+
+def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, replicas: int) -> None:
+    """Has each rank get the parts that its replica needs now. All ranks call it together.
+
+    Args:
+        calls: Own calls, ascending. Ranks may lack the last ones.
+        replica: The replica of this rank now.
+        replicas: Their number now.
+
+    Raises:
+        RunError: No rank has a part.
+    """
+    mine = {
+        call.number: [call.replicas, {r: _has(part) for r, part in call.parts.items()}]
+        for call in calls
+    }
+    what = "the batches of steps that are repeated"
+    tables: list[tuple[int, dict[str, Any]]] = [
+        json.loads(text) for text in share_texts(world, json.dumps([replica, mine]), what)
+    ]
+    numbers = sorted({int(number) for _, table in tables for number in table})
+    by_number = {call.number: call for call in calls}
+    for number in numbers:
+        rows = [(new, table.get(str(number))) for new, table in tables]
+        before: int = next(row[0] for _, row in rows if row is not None)
+        if before % replicas:
+            raise RunError(
+                f"the batch of {before} replicas cannot be that of {replicas}, so the step cannot "
+                "be repeated; the run goes on from its last checkpoint"
+            )
+        count = before // replicas
+        for old in range(before):
+            for at, name in enumerate(("inputs", "targets")):
+                holders = [
+                    rank
+                    for rank, (_, row) in enumerate(rows)
+                    if row is not None and row[1].get(str(old), (0, 0))[at]
+                ]
+                needers = [
+                    rank
+                    for rank, (new, row) in enumerate(rows)
+                    if row is not None and new == old // count and rank not in holders
+                ]
+                if not needers or (not holders and at):
+                    continue  # inputs may have the targets, too
+                if not holders:
+                    raise RunError(
+                        f"no rank that is left has the {name} of replica {old}, so the step "
+                        "cannot be repeated; the run goes on from its last checkpoint"
+                    )
+                call = by_number.get(number)
+                is_giver = world.rank == holders[0] and call is not None
+                given = getattr(call.parts[old], name) if is_giver and call else None
+                data = share_bytes(world, packed(given) if is_giver else b"", what)[holders[0]]
+                if world.rank in needers and call is not None:
+                    part = call.parts.get(old, Part())
+                    call.parts[old] = part._replace(**{name: unpacked(data)})
+
+
+def _has(part: Part) -> tuple[bool, bool]:
+    return part.inputs is not None, part.targets is not None

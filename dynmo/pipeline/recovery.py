@@ -1,0 +1,563 @@
+"""Goes on without ranks that are gone, from copies in host memory.
+
+    step      before it trains, the ranks copy their layers (`runtime/state/copies.py`)
+    fault     the ranks that are left agree on who they are (`runtime/comm/survivors.py`),
+              meet anew, hand the copies of a step to where its layers belong now, and make the
+              engine anew, as a newcomer does
+    journal   the calls since that step are made again, on the batches that they had
+
+A call of the loop that fails by a fault is made again then. So the loop sees no fault.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from dynmo.change_events import RecoverEvent
+from dynmo.elastic.launch import Arbiter, FolderStore
+from dynmo.elastic.manager import RankPlace, own_place
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
+from dynmo.events import StepResult
+from dynmo.models.group_placement import GroupPlacement
+from dynmo.pipeline.assembly import first_partition, make_engine
+from dynmo.pipeline.journal import Call, Part, Training, on_host, share_parts
+from dynmo.pipeline.resizing import NextMesh, Resizing
+from dynmo.pipeline.saving import restore_state, state_of
+from dynmo.plan.partition import Layout, Move, Partition
+from dynmo.runtime.comm.agreement import share_texts
+from dynmo.runtime.comm.heartbeat import end_waits
+from dynmo.runtime.comm.survivors import Members, RollCall
+from dynmo.runtime.comm.waits import clear_frames, first_line
+from dynmo.runtime.state.copies import Copies, LayerCopy
+from dynmo.runtime.state.migration import Arrival, Packed, exchange, holders, unpack
+
+if TYPE_CHECKING:
+    from dynmo.pipeline.parts import Parts
+
+_logger = logging.getLogger(__name__)
+
+# Faults in a row without a step after which the run ends.
+_MOST = 5
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Cannot(RunError):
+    """A fault from which only a restart goes on."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step to go back to, as all ranks know it.
+
+    Attributes:
+        state: The run's own part, before the step.
+        givers: Ranks that have each layer, by the replica whose part it is.
+    """
+
+    step: int
+    state: dict[str, Any]
+    givers: dict[tuple[int, int], list[int]]
+
+
+class _Processes:
+    """The processes of ranks, as dynmo's launcher knows them (`survivors.Arbiter`)."""
+
+    def __init__(self, arbiter: Arbiter, places: Sequence[RankPlace]) -> None:
+        self._arbiter, self._numbers = arbiter, [place.process for place in places]
+
+    def has_ended(self, rank: int) -> bool:
+        number = self._numbers[rank]
+        return number is not None and self._arbiter.has_ended(number)
+
+    def end(self, rank: int) -> None:
+        number = self._numbers[rank]
+        if number is not None:
+            self._arbiter.end(number)
+
+
+class Recovery:
+    """Keeps copies of a pipeline's layers, and goes on from them after a fault.
+
+    Every rank has one and calls every method alike.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, world = parts, parts.world
+        if world.home is None:
+            raise ConfigError(
+                'elastic.recover = "memory" needs ranks that can meet anew, and those of a '
+                "program's own process groups cannot; call dynmo.init before init_process_group"
+            )
+        self._world, self._home = world, world.home
+        self._every = parts.options.elastic.recover_every
+        world.recovers = True
+        if world.heartbeat is not None:
+            world.heartbeat.is_quick = True
+        self._places: list[RankPlace] = []  # of all ranks, when they were counted last
+        # The generation of the copies, and the one in which the places have their numbers.
+        self._rank, self._generation, self._numbered = world.rank, -1, -1
+        self._roll_calls = 0
+        self._copies: Copies | None = None
+        self._took = dict[int, int]()  # numbers of the calls that began with a copy, by step
+        self._journal: list[Call] = []
+        self._next = 0
+        self._current: Call | None = None
+        self._training: Training | None = None
+        self._returned = -1  # the newest step whose result the loop has
+        self._in_a_row = 0  # faults without a copy between them
+        self._behind = 0  # lowest number of a call that some rank was in at the last fault
+        self._copied = -1  # the step of the newest copy
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(self, run: Callable[[], T], *, changes: bool) -> T:
+        """Makes a call that all ranks make together, again after each fault."""
+        if self._current is not None or self._parts.outside is not None or self._is_left:
+            return run()
+        return self._make(Call(self._next, run, changes))
+
+    def train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]:
+        """Trains on a batch like `Steps.train`, and keeps the batch."""
+        view = self._parts.engine.store.world
+        kept = Part(on_host(part.inputs), on_host(part.targets), part.samples)
+        parts = {view.replica: kept}
+        call = Training(self._next, lambda: (), True, replicas=view.replicas, parts=parts)
+
+        def run() -> tuple[StepResult, ...]:
+            own, self._training = self._parts.engine.store.world, call
+            if own.size == 1 and own.replicas > 1 and len(call.parts) == 1:
+                # Nobody else has this part, and its rank may be gone.
+                self._share([call])
+            given = call.part(own.replica, own.replicas)
+            call.rates = call.rates or self._parts.steps.rates()
+            return self._parts.steps.train(*given, stop, adapt, call.rates)
+
+        call.run = run
+        return self.news(self._make(call))
+
+    def _make(self, call: Call) -> Any:
+        self._next += 1
+        self._journal.append(call)
+        self._current = call
+        try:
+            while True:
+                try:
+                    return call.run()
+                except (RankDied, WaitTimeout) as error:
+                    self._survive(error, call)
+        except _Left:
+            return ()
+        except BaseException:
+            self._journal.remove(call)
+            raise
+        finally:
+            self._current = None
+
+    def news(self, results: Sequence[StepResult]) -> tuple[StepResult, ...]:
+        """Returns the results that the loop does not have yet."""
+        new = tuple(result for result in results if result.step > self._returned)
+        if new:
+            self._returned = new[-1].step
+        return new
+
+    @property
+    def _is_left(self) -> bool:
+        return self._parts.changes.left
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def before_training(self, step: int) -> None:
+        """Begins a copy before a step, if that is due."""
+        call, world = self._training, self._world
+        if call is None:
+            return
+        if world.size == 1:  # nobody can go on for this rank
+            self._journal, self._places, self._copies = [call], [], None
+            return
+        is_new = world.generation != self._generation
+        if not is_new and (step % self._every or step == self._copied):
+            return
+        parts = self._parts
+        parts.steps.settle()
+        if is_new:
+            self._count_ranks(call)
+        assert self._copies is not None
+        engine, changes, store = parts.engine, parts.changes, parts.engine.store
+        spread = store.spread.placements
+        extra: dict[str, Any] = {
+            "shape": list(store.layout.shape),
+            "microbatches": changes.options.all_microbatches,
+            "spread": [[layer, each.holders] for layer, each in sorted(spread.items())],
+        }
+        moves = changes.rebalancer.moves
+        state = state_of(engine, changes.cases.all, loss=changes.loss, moves=moves, extra=extra)
+        self._copies.take(
+            step,
+            json.dumps(state),
+            store.world.replica if spread else 0,
+            ((i, store.modules[i], store.state(i, whole=not spread)) for i in sorted(store.layers)),
+        )
+        self._copied, self._took[step] = step, call.number
+        self._in_a_row = 0
+        engine.before_update = self._before_update
+        oldest = min(self._copies.steps(), default=step)
+        self._took = {at: number for at, number in self._took.items() if at >= oldest}
+        first = self._took.get(oldest, call.number)
+        self._journal = [each for each in self._journal if each.number >= first]
+
+    def _before_update(self) -> None:
+        if self._copies is not None:
+            self._copies.wait_copied()
+            if (self._parts.steps.done + 1) % self._every == 0:
+                self._copies.wait()
+
+    def settle(self) -> None:
+        """Waits until the newest copies are complete, before the ranks meet anew."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def _count_ranks(self, call: Call) -> None:
+        """Takes note of the ranks of a new generation."""
+        world, layout = self._world, self._parts.engine.store.layout
+        told = {"place": asdict(own_place(world.rank)), "calls": self._roll_calls}
+        texts = share_texts(
+            world, json.dumps(told | {"number": call.number}), "where all ranks run"
+        )
+        tables = [json.loads(text) for text in texts]
+        self._places = [RankPlace(**table["place"]) for table in tables]
+        self._roll_calls = max(table["calls"] for table in tables)
+        call.number = max(table["number"] for table in tables)
+        self._next = max(self._next, call.number + 1)
+        self._rank, self._generation = world.rank, world.generation
+        self._numbered = world.generation
+        shift = self._shift(layout)
+        target, source = ((world.rank + way) % world.size for way in (shift, -shift))
+        ends = (target, source) if shift else (None, None)
+        self._copies = Copies(world, *ends, self._copies)
+        world.channels.add(self._copies)
+
+    def _shift(self, layout: Layout) -> int:
+        """Returns how many ranks further a rank's copies are. 0: other replicas have its layers."""
+        nodes = [place.node or place.host for place in self._places]
+        counts, replicas = Counter(nodes), layout.replicas
+        together = (set(nodes[at : at + replicas]) for at in range(0, len(nodes), replicas))
+        is_safe = len(counts) == 1 or all(len(each) > 1 for each in together)
+        if replicas > 1 and is_safe and not self._parts.engine.store.spreads_groups:
+            return 0
+        most = max(counts.values())
+        return most if most < len(nodes) else 1
+
+    # -- a fault -----------------------------------------------------------------------------------
+
+    def _survive(self, error: RankDied | WaitTimeout, call: Call) -> None:
+        """Goes back to a step that is complete, and makes the calls since then again."""
+        while True:
+            fault = not isinstance(error, RankDied) or error.is_fault
+            # Without a count of the ranks nothing was copied yet.
+            if not fault or not self._places or self._in_a_row == _MOST:
+                raise error
+            self._in_a_row += 1
+            try:
+                self._go_on(error, call)
+                return
+            except (RankDied, WaitTimeout) as again:
+                error = again
+
+    def _go_on(self, error: RankDied | WaitTimeout, call: Call) -> None:
+        begun, why, parts = time.perf_counter(), first_line(error), self._parts
+        done, shape, size = parts.steps.done, parts.engine.store.layout.shape, len(self._places)
+        try:
+            dead = self._meet(error)
+            self._go_back(call, dead)
+            why = self._why(dead) or why
+        except Cannot as hopeless:
+            raise Cannot(f"{why}; {first_line(hopeless)}") from error
+        step, layout = parts.steps.done, parts.engine.store.layout
+        names = tuple(map(str, dead))
+        event = RecoverEvent(
+            step,
+            lost=names,
+            why=why,
+            seconds=time.perf_counter() - begun,
+            repeated=max(0, done - step),
+            ranks_before=size,
+            ranks_after=self._world.size,
+            source=shape,
+            target=layout.shape,
+            layers=layout.partition.counts,
+        )
+        parts.tell(event)
+        if self._world.leads:
+            _logger.warning(f"{why}; the run goes on without {', '.join(names) or 'it'}")
+        for each in list(self._journal):
+            is_due = each.changes or each.number >= self._behind
+            if self._took[step] <= each.number < call.number and is_due:
+                each.run()
+
+    def _meet(self, error: RankDied | WaitTimeout) -> list[RankPlace]:
+        """Meets the ranks that are left. Returns where the others have run."""
+        parts, world = self._parts, self._world
+        if world.group is not None and world.size > 1:
+            end_waits(world.group)  # the threads of channels, too
+        engine = parts.engine
+        engine.programs.relower()
+        engine.pending.ring.drop()
+        engine.store.replicas.close()
+        parts.saves.drop()
+        clear_frames(error)
+        gc.collect()
+        # A silent rank is known by its number in the generation that was counted.
+        knows = isinstance(error, WaitTimeout) and world.generation == self._numbered
+        blames = error.ranks if isinstance(error, WaitTimeout) and knows else ()
+        if world.lost is None:
+            world.give_up(error, is_final=True)
+        members = self._call_roll(world.generation, blames)
+        dead = [self._places[rank] for rank in members.dead]
+        self._rank = members.ranks.index(self._rank)
+        self._places = [self._places[rank] for rank in members.ranks]
+        self._roll_calls += 1
+        world.renew(self._rank, len(self._places), members.generation, world.timeout)
+        self._numbered = world.generation
+        return dead
+
+    @property
+    def _launcher(self) -> Arbiter | None:
+        """dynmo's launcher, if it has started this process."""
+        folder = os.environ.get("DYNMO_RENDEZVOUS")
+        shares = "DYNMO_RENDEZVOUS_FILE" in os.environ
+        return (
+            None if folder is None else Arbiter(self._home if shares else FolderStore(Path(folder)))
+        )
+
+    def _why(self, dead: Sequence[RankPlace]) -> str:
+        """Returns how ranks have ended, as the launcher knows it. Empty if it does not."""
+        launcher, hows = self._launcher, list[str]()
+        for place in dead if launcher is not None else ():
+            if place.process is not None and (how := launcher.how_it_ended(place.process)):
+                hows.append(f"rank {place.rank} {how}")
+        return "; ".join(hows)
+
+    def _call_roll(self, generation: int, blames: Sequence[int]) -> Members:
+        world, launcher = self._world, self._launcher
+        arbiter = None if launcher is None else _Processes(launcher, self._places)
+        former = world.store
+        roll_call = RollCall(
+            self._home,
+            self._roll_calls,
+            self._rank,
+            len(self._places),
+            lambda rank: former.find(f"heartbeat/{rank}"),
+            arbiter,
+            world.timeout,
+            max(world.timeout, world.work_timeout),
+        )
+        return roll_call.members(generation, blames)
+
+    def _go_back(self, call: Call, dead: Sequence[RankPlace]) -> None:
+        """Makes the engine anew, as it was before a step that is complete."""
+        parts, world, before = self._parts, self._world, self._parts.changes
+        goal = self._find(call)
+        layout = self._layout(goal.state)
+        arrivals = self._hand_over(goal, layout)
+        ranks = layout.ranks * layout.replicas
+        left = [*dead, *self._places[ranks:]]
+        parts.engine.store.empty()
+        if ranks < world.size:
+            self._places = self._places[:ranks]
+            self._part_with_others(ranks)
+        options = before.options
+        if goal.state["microbatches"] != options.all_microbatches:
+            options = options.with_microbatches(goal.state["microbatches"])
+        groups = {
+            layer: GroupPlacement(tuple(map(tuple, each)), options.expert)
+            for layer, each in goal.state["spread"]
+        }
+        shape = layout.ranks, layout.replicas
+        parts.cases, parts.options = parts.new_cases(), options
+        engine = parts.engine = make_engine(
+            options, world, parts.model, layout.partition, shape, layout.schedule
+        )
+        restore_state(engine, goal.state, parts.cases)
+        Resizing(engine).take_up(arrivals, groups or None)
+        loss = goal.state["loss"]
+        parts.begin_at(goal.step, math.nan if loss is None else loss, goal.state["moves"])
+        changes = parts.changes
+        changes.made_before(goal.step)
+        changes.tracer, changes.elastic = before.tracer, before.elastic
+        changes.cases.skipped = before.cases.skipped
+        if changes.elastic is not None:
+            pipeline, replicas = goal.state["shape"]
+            former = NextMesh(
+                pipeline,
+                replicas,
+                Partition(tuple(goal.state["partition"])),
+                goal.state["microbatches"],
+                "ranks came in place of those that were lost",
+            )
+            changes.elastic.recovered(
+                engine, changes.rebalancer, options, self._places, left, former
+            )
+        if changes.tracer is not None:
+            changes.tracer.renew()
+        if world.leads:
+            with suppress(RuntimeError):  # the next call finds that the store is lost
+                self._home.set(f"log closed/{world.generation - 1}", "1")
+        held = [each for each in self._journal if isinstance(each, Training)]
+        self._share([each for each in held if each.number >= self._took[goal.step]])
+        self._copied = -1
+
+    def _share(self, calls: Sequence[Training]) -> None:
+        own = self._parts.engine.store.world
+        share_parts(own, calls, own.replica, own.replicas)
+
+    def _find(self, call: Call) -> _Step:
+        """Finds the newest step that is complete on the ranks that are left."""
+        assert self._copies is not None, "the ranks were counted"
+        copies, world = self._copies.steps(), self._world
+        mine = {
+            "current": call.number,
+            "steps": [[step, self._took.get(step, -1)] for step in copies],
+            "layers": [
+                [step, *key]
+                for step, each in copies.items()
+                for copy in each
+                for key in copy.layers
+            ],
+            "states": [step for step, each in copies.items() if any(x.state for x in each)],
+        }
+        what = "the copies that are left"
+        tables = [json.loads(text) for text in share_texts(world, json.dumps(mine), what)]
+        self._behind = min(table["current"] for table in tables)
+        self._took |= {
+            step: number
+            for table in tables
+            for step, number in table["steps"]
+            if number >= 0 and self._took.get(step, -1) < 0
+        }
+        layers, lacking = self._parts.model.layers, list[int]()
+        for step in sorted({step for table in tables for step in table["states"]}, reverse=True):
+            givers = dict[tuple[int, int], list[int]]()
+            for rank, table in enumerate(tables):
+                for at, layer, replica in table["layers"]:
+                    if at == step and rank not in givers.setdefault((layer, replica), []):
+                        givers[layer, replica].append(rank)
+            teller = next(r for r, table in enumerate(tables) if step in table["states"])
+            state = next((each.state for each in copies.get(step, ()) if each.state), "")
+            told = share_texts(world, state if world.rank == teller else "", what)[teller]
+            known = json.loads(told)
+            parts = range(known["shape"][1]) if known["spread"] else (0,)
+            wanted = [(layer, part) for layer in range(layers) for part in parts]
+            lacking = [layer for layer, part in wanted if (layer, part) not in givers]
+            if not lacking and step in self._took:
+                return _Step(step, known, givers)
+        raise Cannot(
+            f"the ranks that are left have no copy of layers {sorted(set(lacking))}, so "
+            "the run goes on from its last checkpoint"
+        )
+
+    def _layout(self, state: dict[str, Any]) -> Layout:
+        """Returns the layout of the ranks that are left: as many of them as possible."""
+        parts, size = self._parts, self._world.size
+        counts = tuple(state["partition"])
+        pipeline, replicas = state["shape"]
+        batch, layouts = state["microbatches"], parts.engine.layouts
+        if size == pipeline * replicas:
+            partition = Partition(counts)
+            return layouts.make(pipeline, replicas, batch // replicas, partition, state["schedule"])
+        rule = parts.changes.options.mesh_rule(parts.model.layers)
+        for count in range(size, 0, -1):
+            for ranks, each in sorted(rule.shapes(count), key=lambda shape: -shape[1]):
+                fits = each == replicas if state["spread"] else each <= replicas
+                if fits and batch % each == 0:
+                    partition = first_partition(parts.changes.options, parts.model.layers, ranks)
+                    if ranks == pipeline:
+                        partition = Partition(counts)
+                    return layouts.make(ranks, each, batch // each, partition, state["schedule"])
+        raise Cannot(
+            f"no mesh of {size} ranks has the replicas, microbatches and accumulation groups of "
+            f"the run ({pipeline} x {replicas}), so it goes on from its last checkpoint"
+        )
+
+    def _hand_over(self, goal: _Step, layout: Layout) -> list[Arrival]:
+        """Hands copies to where their layers belong. Returns this rank's layers."""
+        assert self._copies is not None, "the ranks were counted"
+        world, spread = self._world, bool(goal.state["spread"])
+        moves, own = list[Move](), list[tuple[int, int]]()
+        after = holders(layout.partition, layout.stage_ranks, layout.replicas)
+        for layer, ranks in enumerate(after):
+            turn = 0
+            for replica, rank in enumerate(ranks):
+                key = layer, replica if spread else 0
+                if rank in goal.givers[key]:
+                    own += [key] * (rank == world.rank)
+                    continue
+                givers = goal.givers[key]
+                moves.append(Move(layer, givers[turn % len(givers)], rank))
+                turn += 1
+        kept = dict[tuple[int, int], LayerCopy]()
+        for copy in self._copies.steps().get(goal.step, ()):
+            kept |= copy.layers
+
+        def leaving(move: Move) -> Packed:
+            replica = after[move.layer].index(move.target) if spread else 0
+            text, tensors = kept[move.layer, replica]
+            return text, [tensor.to(world.device) for tensor in tensors]
+
+        arrivals = list[Arrival]()
+        exchange(world, moves, leaving, lambda *_: None, arrivals.extend)
+        for key in own:
+            arrival = unpack(kept[key].text, Move(key[0], world.rank, world.rank), world.device)
+            for tensor, value in zip(arrival.tensors.values(), kept[key].tensors, strict=True):
+                tensor.copy_(value)
+            arrivals.append(arrival)
+        return arrivals
+
+    def _part_with_others(self, ranks: int) -> None:
+        """Leaves ranks out that no mesh has a place for. They wait to be called."""
+        world, elastic = self._world, self._parts.changes.elastic
+        if world.rank < ranks:
+            world.renew(world.rank, ranks, world.generation + 1, world.timeout)
+            self._numbered = world.generation
+            return
+        assert elastic is not None, "a run that recovers may change its ranks"
+        world.leave()
+        elastic.left = True
+        raise _Left
+
+
+class _Left(Exception):
+    """This rank has no place in the mesh of those that are left."""
+
+
+def surviving(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], T]:
+    """Makes a method of `Pipeline`, or of a view of it, that all ranks call together survive."""
+
+    @wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        recovery: Recovery | None = self._parts.recovery
+        if recovery is None:
+            return method(self, *args, **kwargs)
+        return recovery.call(partial(method, self, *args, **kwargs), changes=name in _CHANGES)
+
+    name = method.__name__
+    return run
+
+
+# Methods after which the model or the optimizer is another one.
+_CHANGES = ("adapt", "move", "freeze", "unfreeze", "load", "load_state_dict")

@@ -1,0 +1,350 @@
+"""Copies of layers in the host memory of the ranks, to go on from if a rank is gone.
+
+    before step 7   own layers of rank 0  --copy-->  rank 0, step 7  --pieces-->  rank 1, step 7
+    during step 7   the rank trains; a thread copies and sends while the rank waits for others
+    its end         the copies are complete on all ranks before any rank ends the step
+
+A rank keeps its own layers and those of one other rank, of the newest step and the one before. At
+any moment one of the two is complete on all ranks. A layer travels in the form of a move
+(`migration.py`). A tensor that has the bits of the step before is not sent again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from dynmo.runtime.comm.headers import (
+    DTYPES,
+    TAG_COPY,
+    as_bytes,
+    bytes_of,
+    check_announced,
+)
+from dynmo.runtime.comm.heartbeat import end_waits
+from dynmo.runtime.comm.rank_group import RankGroup
+from dynmo.runtime.comm.worker import Worker
+from dynmo.runtime.state.layer_tensors import Manifest
+from dynmo.runtime.state.migration import pack
+
+# Bytes that are sent at once, and seconds between two looks whether the rank waits.
+_PIECE, _LOOK = 1 << 20, 0.005
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Key = tuple[int, int]
+"""A layer's index, and the replica whose part it is. 0 if all replicas hold the same."""
+
+
+class LayerCopy(NamedTuple):
+    """A layer as it moves: its manifest, and its tensors in the manifest's order."""
+
+    text: bytes
+    tensors: list[Tensor]
+
+
+@dataclass
+class StepCopy:
+    """Layers as they are before a step.
+
+    Attributes:
+        state: The run's own part, as JSON. The same on every rank.
+        is_complete: Whether all that shall be in it is.
+    """
+
+    step: int
+    state: str = ""
+    layers: dict[Key, LayerCopy] = field(default_factory=dict[Key, LayerCopy])
+    is_complete: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for each in self.layers.values() for t in each.tensors)
+
+
+class _Index(BaseModel):
+    """What a rank sends before the bytes: key, manifest, and which tensors have new bits."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    step: int
+    layers: list[tuple[int, int, str, list[bool]]]
+
+
+class Copies:
+    """The copies that a rank keeps and gets in one generation.
+
+    Args:
+        everyone: All ranks.
+        target: The rank that keeps this rank's layers, too. None: other replicas have them.
+        source: The rank whose layers this rank keeps.
+        former: Copies of the generation before. They stay until new ones are complete.
+    """
+
+    def __init__(
+        self, everyone: RankGroup, target: int | None, source: int | None, former: Copies | None
+    ) -> None:
+        self._everyone, self._target, self._source = everyone, target, source
+        self.own: dict[int, StepCopy] = {}
+        self.held: dict[int, StepCopy] = {}
+        self._former = [] if former is None else [*former._former, former.own, former.held]
+        self._spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+        self._copied, self._must_hurry = threading.Event(), threading.Event()
+        self._copied.set()
+        self._sender = Worker("copies out", threaded=True)
+        self._receiver = Worker("copies in", threaded=source is not None)
+        self._under_way: list[threading.Event] = []
+
+    # -- the rank's thread -------------------------------------------------------------------------
+
+    def take(
+        self,
+        step: int,
+        state: str,
+        replica: int,
+        layers: Iterable[tuple[int, nn.Module, dict[str, Tensor]]],
+    ) -> None:
+        """Begins a copy of own layers before a step. All ranks call it together.
+
+        Parameters and moments may change once `wait_copied` returns, and all else once this does.
+        """
+        assert not self._under_way, "the copy before is complete"
+        self._forget()
+        last = self.own.get(max(self.own, default=-1))
+        copy, jobs = StepCopy(step, state), list[Callable[[], None]]()
+        changed = dict[Key, list[bool]]()
+        for index, module, optimizer_state in layers:
+            text, tensors = pack(index, module, optimizer_state)
+            key = (index, replica)
+            before = None if last is None else last.layers.get(key)
+            likes: Sequence[Tensor | None] = [None] * len(tensors)
+            if before is not None and before.text == text:
+                likes = before.tensors
+            copied = copy.layers[key] = LayerCopy(text, [])
+            flags = changed[key] = list[bool]()
+            for record, tensor, like in zip(_records(text), tensors, likes, strict=True):
+                at = len(copied.tensors)
+                is_lazy = tensor.device.type == "cpu" and record in ("parameter", "moment")
+                copied.tensors.append(tensor)
+                flags.append(True)
+
+                def job(
+                    copied: LayerCopy = copied,
+                    flags: list[bool] = flags,
+                    at: int = at,
+                    tensor: Tensor = tensor,
+                    like: Tensor | None = like,
+                ) -> None:
+                    copied.tensors[at], flags[at] = self._copy(tensor, like)
+
+                if is_lazy:
+                    jobs.append(job)
+                else:
+                    job()
+        self.own[step] = copy
+        self._copied.clear()
+        self._must_hurry.clear()
+        sent = threading.Event()
+        self._under_way.append(sent)
+        self._sender.submit(lambda: self._copy_and_send(copy, jobs, changed, sent))
+        if self._source is not None:
+            got = threading.Event()
+            self._under_way.append(got)
+            self._receiver.submit(lambda: self._receive(step, got))
+
+    def wait_copied(self) -> None:
+        """Waits until weights may change."""
+        self._wait(self._copied)
+
+    def wait(self) -> None:
+        """Waits until the newest copies of this rank are sent and received."""
+        self._must_hurry.set()
+        for event in self._under_way:
+            self._wait(event)
+        self._under_way.clear()
+
+    def _wait(self, event: threading.Event) -> None:
+        if event.is_set():
+            return
+        peers = [rank for rank in (self._source, self._target) if rank is not None]
+        with self._everyone.waiting(peers or None, "the copies of layers") as wait:
+            while not event.wait(0.02):
+                for worker in (self._sender, self._receiver):
+                    if worker.error is not None:
+                        raise worker.error from None
+                if wait.is_over:
+                    raise self._everyone.late(peers or None, "the copies of layers", wait)
+
+    def _forget(self) -> None:
+        """Drops all copies but the newest, which is complete on every rank now."""
+        for kept in (self.own, self.held):
+            newest = max(kept, default=None)
+            if newest is None:
+                continue
+            self._former.clear()
+            used = {id(t) for each in kept[newest].layers.values() for t in each.tensors}
+            for step in [step for step in kept if step != newest]:
+                for each in kept.pop(step).layers.values():
+                    for tensor in each.tensors:
+                        if id(tensor) not in used:
+                            spare = self._spare.setdefault((tensor.dtype, tensor.shape), [])
+                            spare.append(tensor)
+
+    def close(self) -> None:
+        """Ends the threads, and all waits of this rank in the generation if one is under way."""
+        self._must_hurry.set()
+        busy = not all(event.is_set() for event in self._under_way)
+        group = self._everyone.everyone.group
+        if busy and group is not None:
+            end_waits(group)
+        for worker in (self._sender, self._receiver):
+            worker.close()
+
+    def steps(self) -> dict[int, list[StepCopy]]:
+        """Returns the copies that are here, those of earlier generations included, by step."""
+        out = dict[int, list[StepCopy]]()
+        for kept in [*self._former, self.own, self.held]:
+            for step, copy in kept.items():
+                if copy.is_complete:
+                    out.setdefault(step, []).append(copy)
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies here."""
+        tensors = {
+            t.data_ptr(): t.nbytes
+            for kept in (self.own, self.held)
+            for copy in kept.values()
+            for each in copy.layers.values()
+            for t in each.tensors
+        }
+        return sum(tensors.values())
+
+    # -- the threads -------------------------------------------------------------------------------
+
+    def _copy(self, tensor: Tensor, like: Tensor | None) -> tuple[Tensor, bool]:
+        """Returns a copy on the host, and whether its bits are new. `like` is the one before."""
+        host = tensor.detach()
+        if like is not None and host.device.type == "cpu" and _same_bits(host, like):
+            return like, False
+        room = self._room(host.dtype, host.shape)
+        room.copy_(host)
+        return room, True
+
+    def _room(self, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Returns memory of a copy that was dropped, or new memory. Two threads call it."""
+        with suppress(LookupError):
+            return self._spare[dtype, shape].pop()
+        return torch.empty(shape, dtype=dtype)
+
+    def _copy_and_send(
+        self,
+        copy: StepCopy,
+        jobs: Sequence[Callable[[], None]],
+        changed: dict[Key, list[bool]],
+        sent: threading.Event,
+    ) -> None:
+        for job in jobs:
+            job()
+        copy.is_complete = True
+        self._copied.set()
+        if self._target is not None:
+            self._send(copy, changed, self._target)
+        sent.set()
+
+    def _send(self, copy: StepCopy, changed: dict[Key, list[bool]], target: int) -> None:
+        index = _Index(
+            step=copy.step,
+            layers=[(*key, each.text.decode(), changed[key]) for key, each in copy.layers.items()],
+        )
+        text = torch.frombuffer(bytearray(index.model_dump_json().encode()), dtype=torch.uint8)
+        self._put(torch.tensor([len(text)]), target)
+        self._put(text, target)
+        for key, each in copy.layers.items():
+            for tensor, is_new in zip(each.tensors, changed[key], strict=True):
+                if is_new and tensor.numel():
+                    for piece in as_bytes(tensor).split(_PIECE):
+                        self._await_idleness()
+                        self._put(piece, target)
+
+    def _await_idleness(self) -> None:
+        """Waits until the rank's own thread waits for others, or for this one."""
+        heartbeat = self._everyone.everyone.heartbeat
+        while heartbeat is not None and not heartbeat.is_waiting and not self._must_hurry.is_set():
+            self._must_hurry.wait(_LOOK)
+            if heartbeat.verdict is not None:
+                return
+
+    def _put(self, tensor: Tensor, target: int) -> None:
+        everyone = self._everyone
+        self._finish(everyone.send(tensor, target, TAG_COPY), target)
+
+    def _get(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            self._finish(self._everyone.receive(tensor, source, TAG_COPY), source)
+        return tensor
+
+    def _finish(self, work: dist.Work, peer: int) -> None:
+        """Waits without a limit: the rank's own thread has one."""
+        try:
+            work.wait(self._everyone.limit)
+        except RuntimeError as error:
+            self._everyone.fail(error, [peer], "the copies of layers")
+
+    def _receive(self, step: int, got: threading.Event) -> None:
+        source, cpu = self._source, torch.device("cpu")
+        assert source is not None
+        length = int(self._get(torch.zeros(1, dtype=torch.int64), source))
+        what = f"the copies of {self._everyone.describe_rank(source)}"
+        check_announced(length, cpu, what)
+        text = self._get(torch.empty(length, dtype=torch.uint8), source)
+        index = _Index.model_validate_json(text.numpy().tobytes())
+        assert index.step == step, "all ranks copy the same step"
+        last, copy = self.held.get(max(self.held, default=-1)), StepCopy(step)
+        for layer, replica, manifest, changed in index.layers:
+            key, data = (layer, replica), manifest.encode()
+            before = None if last is None else last.layers.get(key)
+            spec = _spec(data)
+            check_announced(bytes_of(spec), cpu, what)
+            tensors = list[Tensor]()
+            for at, (one, is_new) in enumerate(zip(spec, changed, strict=True)):
+                if not is_new:
+                    assert before is not None, "the copy before has the bits"
+                    tensors.append(before.tensors[at])
+                    continue
+                room = self._room(one[0], torch.Size(one[1]))
+                for piece in as_bytes(room).split(_PIECE) if room.numel() else ():
+                    self._get(piece, source)
+                tensors.append(room)
+            copy.layers[key] = LayerCopy(data, tensors)
+        copy.is_complete = True
+        self.held[step] = copy
+        got.set()
+
+
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    dtype = _BITS.get(tensor.element_size(), torch.uint8)
+    flat = tensor.contiguous().view(-1), other.view(-1)
+    return torch.equal(flat[0].view(dtype), flat[1].view(dtype))
+
+
+def _records(text: bytes) -> list[str]:
+    """Returns what each tensor of a manifest is. Only "parameter" and "moment" stay in a step."""
+    out = list[str]()
+    for record in Manifest.model_validate_json(text).tensors:
+        is_moment = record.section == "optimizer" and ":" not in record.name
+        out.append("moment" if is_moment else record.section)
+    return out
+
+
+def _spec(text: bytes) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    records = Manifest.model_validate_json(text).tensors
+    return tuple((DTYPES[r.dtype], tuple(r.shape)) for r in records)
