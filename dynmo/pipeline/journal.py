@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from dynmo.errors import RunError
+from dynmo.events import StepResult
 from dynmo.runtime.comm.agreement import share_bytes, share_texts
 from dynmo.runtime.comm.rank_group import RankGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -65,6 +70,38 @@ class Training(Call):
         own = [self.parts[at] for at in range(replica * count, (replica + 1) * count)]
         # Samples only spare work, and their numbers are those of other microbatches.
         return Part(_join([each.inputs for each in own]), _join([each.targets for each in own]))
+
+
+class Survivor(Protocol):
+    """Makes the calls of a loop again after a fault (`Recovery`)."""
+
+    def call(self, run: Callable[[], T], *, changes: bool) -> T: ...
+
+    def train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]: ...
+
+    def before_training(self, step: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def surviving(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], T]:
+    """Makes a method of `Pipeline`, or of a view of it, that all ranks call together survive."""
+
+    @wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        recovery: Survivor | None = self._parts.recovery
+        if recovery is None:
+            return method(self, *args, **kwargs)
+        return recovery.call(partial(method, self, *args, **kwargs), changes=name in _CHANGES)
+
+    name = method.__name__
+    return run
+
+
+# Methods after which the model or the optimizer is another one.
+_CHANGES = ("adapt", "move", "freeze", "unfreeze", "load", "load_state_dict")
 
 
 def on_host(batch: Any) -> Any:

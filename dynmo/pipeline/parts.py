@@ -32,6 +32,7 @@ from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.cases import Cases, agree_on_cases, make_cases
 from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.journal import Survivor
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import Checkpoints, Log, PipelineOptions
@@ -58,7 +59,6 @@ from dynmo.runtime.state.save import Save
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
-    from dynmo.pipeline.recovery import Recovery
 
 _logger = logging.getLogger(__name__)
 
@@ -123,11 +123,7 @@ class Parts:
         self.extra: dict[str, Any] = {}
         self.saves = AutoSave(checkpoint, world, self.begin_save, self.tell)
         self.outside: int | None = None
-        self.recovery: Recovery | None = None
-        if options.elastic.recover == "memory":
-            from dynmo.pipeline.recovery import Recovery
-
-            self.recovery = Recovery(self)
+        self.recovery: Survivor | None = None
         if world.is_outside:
             self.outside = 0
             groups = ParameterGroups(settings_of(options), model, model.build(()), world.device)

@@ -21,11 +21,11 @@ from dynmo.pipeline.batch import Batch
 from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.changes import Changes
-from dynmo.pipeline.journal import Part
+from dynmo.pipeline.journal import Part, surviving
 from dynmo.pipeline.optimizer_options import SGD, AdamW, LearningRate, NamedOptimizer
 from dynmo.pipeline.options import Checkpoints, Log, Parallel, PipelineOptions, Precision, Training
 from dynmo.pipeline.parts import Parts
-from dynmo.pipeline.recovery import surviving
+from dynmo.pipeline.recovery import Recovery
 from dynmo.pipeline.results import Evaluation, Metrics
 from dynmo.pipeline.start import World
 from dynmo.pipeline.user_calls import check_kinds, former_member, former_read, public, whole_numbers
@@ -138,6 +138,8 @@ class Pipeline:
             )
         checks, watches = training.check_memory, elastic is not None
         self._parts = Parts(model, ranks, options, cases, log, checkpoint, checks, watches)
+        if options.elastic.recover == "memory":
+            self._parts.recovery = Recovery(self._parts)
         if not ranks.is_outside:
             self._parts.start(resume)
         self.extra = self._parts.extra

@@ -21,9 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynmo.change_events import RecoverEvent
 from dynmo.elastic.launch import Arbiter, FolderStore
@@ -51,7 +50,6 @@ _logger = logging.getLogger(__name__)
 # Faults in a row without a step after which the run ends.
 _MOST = 5
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -346,9 +344,10 @@ class Recovery:
     def _why(self, dead: Sequence[RankPlace]) -> str:
         """Returns how ranks have ended, as the launcher knows it. Empty if it does not."""
         launcher, hows = self._launcher, list[str]()
-        for place in dead if launcher is not None else ():
-            if place.process is not None and (how := launcher.how_it_ended(place.process)):
-                hows.append(f"rank {place.rank} {how}")
+        for place in dead:
+            if launcher is not None and place.process is not None:
+                how = launcher.how_it_ended(place.process)
+                hows += [f"rank {place.rank} {how}"] * bool(how)
         return "; ".join(hows)
 
     def _call_roll(self, generation: int, blames: Sequence[int]) -> Members:
@@ -541,23 +540,3 @@ class Recovery:
 
 class _Left(Exception):
     """This rank has no place in the mesh of those that are left."""
-
-
-def surviving(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[Any, P], T]:
-    """Makes a method of `Pipeline`, or of a view of it, that all ranks call together survive."""
-
-    @wraps(method)
-    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        recovery: Recovery | None = self._parts.recovery
-        if recovery is None:
-            return method(self, *args, **kwargs)
-        return recovery.call(partial(method, self, *args, **kwargs), changes=name in _CHANGES)
-
-    name = method.__name__
-    return run
-
-
-# Methods after which the model or the optimizer is another one.
-_CHANGES = ("adapt", "move", "freeze", "unfreeze", "load", "load_state_dict")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -20,6 +20,7 @@ from dynmo.pipeline.autosave import AutoSave
 from dynmo.pipeline.batch import Batch, BatchCutter
 from dynmo.pipeline.case import Signals
 from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.journal import Survivor
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.results import (
     STOP,
@@ -41,9 +42,6 @@ from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.peak_memory import restart_peak
 from dynmo.runtime.engine.step_reduction import StepRecord
 from dynmo.runtime.optim.precision import PRECISIONS
-
-if TYPE_CHECKING:
-    from dynmo.pipeline.recovery import Recovery
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class Steps:
         tell: Callable[..., None],
         listens: bool,
         done: int,
-        recovery: Recovery | None,
+        recovery: Survivor | None,
     ) -> None:
         self._recovery = recovery
         self._engine, self._changes, self._optimizer = engine, changes, optimizer

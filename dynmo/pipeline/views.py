@@ -17,8 +17,8 @@ from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.pipeline.case import TokenShares
 from dynmo.pipeline.changes import Changes
+from dynmo.pipeline.journal import surviving
 from dynmo.pipeline.parts import Parts
-from dynmo.pipeline.recovery import surviving
 from dynmo.plan.partition import Partition
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
