@@ -10,7 +10,7 @@
 # make results  the figures of the documents anew. QUICK=1: the simulated ones alone.
 #             ONLY="cases joined": some benchmarks.
 # make gpu    everything that needs a GPU, with this machine's python3. Installs nothing.
-#             DRY=1 runs it on the CPU with tiny sizes.
+#             DRY=1 runs it on the CPU with tiny sizes. SEVERAL=1: with two GPUs or more.
 # make check  formatting, lint, imports, types: exactly what CI runs before the tests
 
 PYTHON ?= python3
@@ -109,7 +109,7 @@ results: $(READY)
 
 # Needs no .venv: a GPU machine may have no network.
 gpu:
-	@$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(COMMIT),--commit $(COMMIT))
+	@$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(SEVERAL),--several) $(if $(COMMIT),--commit $(COMMIT))
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -59,9 +59,10 @@ def run_step(
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
     """Calls a function on several local ranks, one thread each.
 
-    Ranks on a CUDA device share it: their messages pass through host memory.
+    On "cuda" each rank has a device of its own. On "cuda:0" they share it: their messages pass
+    through host memory.
     """
-    if device != "cpu":
+    if ":" in device:
         # The ranks' kernels do not wait on the device, so modules may be loaded late. Loading all
         # of them takes long.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
@@ -206,13 +207,17 @@ def _rank() -> int:
         assert rendezvous is not None
         torch.set_num_threads(1)
         store, device = open_store(rendezvous, 120), torch.device(sys.argv[4])
+        shares = device.index is not None
+        if device.type == "cuda" and not shares:
+            device = torch.device("cuda", rendezvous.local_rank)
+            torch.cuda.set_device(device)
         world = Meeting.join(
             store,
             rendezvous.rank,
             rendezvous.size,
             device=device,
             timeout=120,
-            staged=device.type == "cuda",
+            staged=shares,
         )
         result = getattr(importlib.import_module(module), name)(world, **json.loads(sys.argv[2]))
         world.close()

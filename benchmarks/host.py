@@ -46,6 +46,7 @@ from dynmo.pipeline.pipeline import Pipeline
 from dynmo.plan.options import Balance
 from dynmo.runtime.comm.meeting import Meeting
 
+CPU = torch.device("cpu")
 BLOCKS, MICROBATCHES, ROWS, TOKENS, CLASSES = 12, 8, 2, 16, 8
 HIDDEN = (8, 32, 128, 256, 512, 1024)
 KINDS = {"one_rank": 1, "two_ranks": 2, "middle_rank": 3}
@@ -86,10 +87,11 @@ def whole(hidden: int) -> list[nn.Module]:
     return [*first, nn.Sequential(last, nn.Linear(hidden, CLASSES))]
 
 
-def batch(hidden: int) -> tuple[Tensor, Tensor]:
+def batch(hidden: int, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(MICROBATCHES * ROWS, TOKENS, hidden, generator=draw)
-    return inputs, torch.randint(0, CLASSES, inputs.shape[:2], generator=draw)
+    targets = torch.randint(0, CLASSES, inputs.shape[:2], generator=draw)
+    return inputs.to(device), targets.to(device)
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -106,9 +108,9 @@ def processor(run: Callable[[], object]) -> float:
 # -- the sides -------------------------------------------------------------------------------------
 
 
-def loop(hidden: int, steps: bool) -> Callable[[], None]:
+def loop(hidden: int, steps: bool, device: torch.device = CPU) -> Callable[[], None]:
     """Returns a loop without any framework. With `steps` it has an optimizer."""
-    model, (inputs, targets) = nn.Sequential(*whole(hidden)), batch(hidden)
+    model, (inputs, targets) = nn.Sequential(*whole(hidden)).to(device), batch(hidden, device)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def step() -> None:
@@ -135,14 +137,14 @@ def blocks_alone(hidden: int) -> Callable[[], None]:
     return step
 
 
-def peer(hidden: int) -> Callable[[], object]:
+def peer(hidden: int, device: torch.device = CPU) -> Callable[[], object]:
     """Returns forward and backward of torch's 1F1B."""
 
     def build(stage: int, stages: int) -> nn.Module:
         layers, each = whole(hidden), BLOCKS // stages
-        return nn.Sequential(*layers[stage * each : (stage + 1) * each])
+        return nn.Sequential(*layers[stage * each : (stage + 1) * each]).to(device)
 
-    return TorchPeer("1f1b", MICROBATCHES, build, *batch(hidden), loss).step
+    return TorchPeer("1f1b", MICROBATCHES, build, *batch(hidden, device), loss).step
 
 
 def own(

@@ -1,7 +1,8 @@
 """`make gpu`: runs every part that needs a GPU, and prints one table.
 
 The parts run one after another. A part that fails or takes too long ends alone. Each part writes
-its result file as soon as it has ended, and its output to a log.
+its result file as soon as it has ended, and its output to a log. `--several` runs the parts that
+need two GPUs or more, and writes one file, `several.json`.
 
 Exit status: 0 if every part came out as expected, 1 if one did not. It is 2 if the machine lacks a
 package or a GPU, and 130 if interrupted.
@@ -10,6 +11,7 @@ package or a GPU, and 130 if interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -21,11 +23,12 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.gpu.checks import Unfit, check_packages, installed, probe
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.running import LOGS, ROOT, Ended, run, write
+from benchmarks.gpu.parts import PARTS, SEVERAL, Part
+from benchmarks.gpu.running import LOGS, ROOT, Ended, record, run, write
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SECONDS = 525.0  # all parts together
+SECONDS_OF_SEVERAL = 590.0
 DRY_LIMIT = 120.0  # seconds of a part in a dry run: a shared machine may be busy
 
 
@@ -50,8 +53,9 @@ def run_all(
     dry: bool,
     seconds: float,
     stretch: float = 1.0,
+    file: str | None = None,
 ) -> list[tuple[Part, Ended]]:
-    """Runs the parts in turn and prints how each ended."""
+    """Runs the parts in turn and prints how each ended. With `file` all write to that file."""
     (out / LOGS).mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     rows: list[tuple[Part, Ended]] = []
@@ -78,8 +82,12 @@ def run_all(
         except KeyboardInterrupt:
             print(f"{head}: interrupted", flush=True)
             break
-        write(out, part, ended, about, dry)
         rows.append((part, ended))
+        machine = {"dry": dry, "machine": dict(about)}
+        if file is None:
+            write(out / f"{part.name}.json", record(part, ended) | machine)
+        else:
+            write(out / file, machine | {"parts": [record(*row) for row in rows]})
         print(f"{head}: {ended.status} in {ended.seconds:.1f} s: {ended.came}", flush=True)
     return rows
 
@@ -113,17 +121,21 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
+        "--several", action="store_true", help="the parts that need two GPUs or more"
+    )
+    parser.add_argument(
         "--dry",
         action="store_true",
-        help="every part on CPU with tiny sizes; results go to a temporary folder",
+        default=bool(os.environ.get("DRY")),
+        help="every part on CPU with tiny sizes; results go to a temporary folder (also: DRY=1)",
     )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
     parser.add_argument(
         "--seconds",
         type=float,
-        default=SECONDS,
-        help=f"limit of all parts together (default {SECONDS:.0f})",
+        help="limit of all parts together "
+        f"(default {SECONDS:.0f}, with --several {SECONDS_OF_SEVERAL:.0f})",
     )
     parser.add_argument(
         "--stretch",
@@ -144,14 +156,16 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Runs the command and returns its exit status."""
     options = _options()
+    known = SEVERAL if options.several else PARTS
     if options.list:
-        for part in PARTS:
+        for part in known:
             print(f"{part.name:<10} {part.limit:>4.0f} s  {part.expected}")
         return 0
     try:
-        parts = chosen(PARTS, options.only)
+        parts = chosen(known, options.only)
         check_packages()
-        about = probe(needs_gpu=not options.dry, commit=options.commit)
+        least = 0 if options.dry else 2 if options.several else 1
+        about = probe(least, commit=options.commit)
     except Unfit as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
@@ -165,7 +179,9 @@ def main() -> int:
         f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, "
         f"driver {about['driver']}, Python {about['python']}"
     )
-    rows = run_all(parts, out, about, options.dry, options.seconds, options.stretch)
+    seconds = options.seconds or (SECONDS_OF_SEVERAL if options.several else SECONDS)
+    file = "several.json" if options.several else None
+    rows = run_all(parts, out, about, options.dry, seconds, options.stretch, file)
     show(rows)
     passed = all(ended.status == "ok" for _, ended in rows)
     if temporary is not None and passed:

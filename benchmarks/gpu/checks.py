@@ -78,8 +78,8 @@ def check_packages() -> None:
         raise Unfit(f"torch {version} is too old; {'.'.join(map(str, TORCH))} or newer is needed")
 
 
-def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Describes this machine's torch and GPU."""
+def probe(least: int, commit: str | None = None) -> dict[str, Any]:
+    """Describes this machine's torch and GPU. Raises Unfit if it has fewer GPUs than `least`."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120
     )
@@ -87,8 +87,10 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise Unfit(f"torch cannot be used here: {reason}")
     about: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if needs_gpu and not about["available"]:
+    if least and not about["available"]:
         raise Unfit(f"{NO_GPU}, or make gpu DRY=1 for a dry run on CPU")
+    if least > about.get("gpus", 0):
+        raise Unfit(f"torch sees one GPU; --several needs {least}, or DRY=1 for a dry run on CPU")
     driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     if commit is None:
         commit = output_of(["git", "rev-parse", "HEAD"])
@@ -96,6 +98,7 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
         commit = commit and commit + (" with changes" if modified else "")
     return about | {
         "driver": driver.splitlines()[0] if driver else None,
+        "topology": output_of(["nvidia-smi", "topo", "-m"]),
         "python": sys.version.split()[0],
         "commit": commit,
     }

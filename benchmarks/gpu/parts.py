@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, the most valuable first.
+"""The parts of `make gpu` and of `--several`, the most valuable first.
 
 Imports the standard library only.
 """
@@ -107,4 +107,22 @@ PARTS: tuple[Part, ...] = (
         module="split",
         needs=("triton",),
     ),
+)
+
+
+def of_several(name: str, expected: str, limit: float) -> Part:
+    """Makes a part of `benchmarks.gpu.several`."""
+    command = ("benchmarks.gpu.several", name, "--json")
+    return Part(name, expected, limit, command, (*command, "--dry"))
+
+
+SEVERAL: tuple[Part, ...] = (
+    PARTS[0],
+    of_several(
+        "equality", "pipelines, moving layers and replicas over NCCL have one rank's digest", 100
+    ),
+    of_several("recovery", "a rank is killed or stopped: the others go on to the same digest", 150),
+    of_several("regroup", "ranks leave and come back, and the run has one rank's digest", 100),
+    of_several("v", "zb-v, v-half and v-min have one rank's digest", 80),
+    of_several("host", "a step takes at most 1.25 times as long as torch's pipelining", 60),
 )

@@ -124,17 +124,14 @@ def descendants(pid: int) -> list[int]:
     return out
 
 
-def write(out: Path, part: Part, ended: Ended, about: Mapping[str, Any], dry: bool) -> None:
-    """Writes a part's result file, whole or not at all."""
-    record = {
-        "part": part.name,
-        "expected": part.expected,
-        **asdict(ended),
-        "limit": part.limit,
-        "dry": dry,
-        "machine": dict(about),
-    }
-    path = out / f"{part.name}.json"
+def record(part: Part, ended: Ended) -> dict[str, Any]:
+    """Returns what a result file has of a part."""
+    about = {"part": part.name, "expected": part.expected}
+    return about | asdict(ended) | {"limit": part.limit}
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a result file, whole or not at all."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, checks, device, memory, running, sparse, split
-from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu import attention, checks, device, memory, running, several, sparse, split
+from benchmarks.gpu.parts import PARTS, SEVERAL, Part
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS
 from dynmo.schedule.catalogue import stage_ranks_of
@@ -118,7 +118,18 @@ def test_parts_fit_the_time_limit_and_are_listed() -> None:
     assert command.SECONDS + len(PARTS) + 4 <= 9 * 60
     assert set(NAMES) < {part.name for part in PARTS}
     files = {path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py")}
-    assert files == {*NAMES, "__init__", "__main__", "checks", "device", "parts", "running"}
+    assert files == {
+        *NAMES,
+        "__init__",
+        "__main__",
+        "checks",
+        "device",
+        "parts",
+        "running",
+        "several",
+    }
+    assert {part.name for part in SEVERAL} == {"prepare", *several.PARTS}
+    assert sum(part.limit for part in SEVERAL) <= command.SECONDS_OF_SEVERAL <= 600
 
 
 def test_command_starts_without_torch() -> None:
@@ -127,6 +138,14 @@ def test_command_starts_without_torch() -> None:
         "import sys, benchmarks.gpu.__main__; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
     )
     assert python("-c", code).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(0, "no CUDA device"), (1, "--several needs 2")])
+def test_several_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, said: str) -> None:
+    about = json.dumps({"available": gpus > 0, "gpus": gpus})
+    monkeypatch.setattr(checks, "_PROBE", f"print({about!r})")
+    with pytest.raises(checks.Unfit, match=said):
+        checks.probe(2)
 
 
 # -- the runner -------------------------------------------------------------------------------
@@ -183,6 +202,17 @@ def test_failing_and_hanging_parts_do_not_stop_the_others(
     assert sorted(path.stem for path in tmp_path.glob("*.json")) == names.split()
     pid = int((tmp_path / "logs" / "hangs.log").read_text().split()[0])
     wait_until(lambda: not Path(f"/proc/{pid}/cwd").exists())
+
+
+def test_parts_of_several_share_one_file(tmp_path: Path) -> None:
+    parts = [part(name, "pass") for name in ("late", "later")]
+    command.run_all(parts, tmp_path, {"gpus": 2}, dry=False, seconds=0, file="several.json")
+    content = json.loads((tmp_path / "several.json").read_text())
+    assert [(row["part"], row["status"]) for row in content["parts"]] == [
+        ("late", "left out"),
+        ("later", "left out"),
+    ]
+    assert content["machine"] == {"gpus": 2}
 
 
 def test_parts_after_the_time_limit_are_left_out(tmp_path: Path) -> None:
@@ -276,3 +306,33 @@ def test_torch_schedules_have_our_placements(name: str, own: str) -> None:
 def test_memory_estimate_is_assessed(ratios: list[float], met: bool) -> None:
     result: dict[str, Any] = {"peak_over_account": ratios, "peak_over_planned": [0.9, 0.9]}
     assert memory.assess(result | {"moved_bytes": 2e9, "move_seconds": 0.5}).met == met
+
+
+def run_of(**given: Any) -> dict[str, Any]:
+    return {"digest": "a", "step_seconds": 0.01, "changes": []} | given
+
+
+@pytest.mark.parametrize(
+    ("row", "met", "said"),
+    [
+        ({"changes": [{"event": "recover", "seconds": 0.5}]}, True, "1 recover in 500 ms"),
+        ({}, False, "no event recover"),
+        ({"digest": "b"}, False, "digest b instead of a"),
+        ({"status": 1, "said": "rank 1 was ended"}, False, "status 1: rank 1 was ended"),
+    ],
+)
+def test_ranks_on_several_gpus_are_assessed(row: dict[str, Any], met: bool, said: str) -> None:
+    names = [trial.name for trial in several.trials("recovery", 2)]
+    runs = {name: run_of(**row) for name in names}
+    verdict = several.assess("recovery", {"alone": run_of(status=0), "runs": runs})
+    assert verdict.met == met
+    assert said in verdict.came
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", several.PARTS)
+def test_dry_run_of_several_gpus_passes(name: str) -> None:
+    done = python("-m", "benchmarks.gpu.several", name, "--dry", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["met"], figures["came"]
