@@ -164,6 +164,7 @@ def _spawn(
     config: Config, folder: Path, options: TrainOptions, resumes: bool, starter: Starter
 ) -> int:
     from dynmo.elastic.launch import ServedStore
+    from dynmo.elastic.launcher.environment import clear_live_line
     from dynmo.elastic.launcher.supervisor import spawn
 
     flags = [*["--resume"] * resumes, *["--json"] * options.as_json]
@@ -194,9 +195,7 @@ def _spawn(
         )
     finally:
         rendezvous_file.unlink(missing_ok=True)
-        if sys.stderr.isatty():
-            # A killed rank 0 leaves its live line there, and no cursor.
-            print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
+        clear_live_line()
 
 
 def _shared(folder: Path) -> Path:

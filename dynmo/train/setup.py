@@ -209,8 +209,23 @@ def with_steps(config: Config) -> Config:
 
 def warnings_of(config: Config) -> list[str]:
     """Returns what a run of this config should know before it trains, a line each."""
-    found = _warn_of_cores(config), _warn_of_gpus(config), _warn_of_data(config)
+    found = (
+        _warn_of_cores(config),
+        _warn_of_gpus(config),
+        _warn_of_data(config),
+        _warn_of_torchrun(config),
+    )
     return [text for text in found if text is not None]
+
+
+def _warn_of_torchrun(config: Config) -> str | None:
+    """Returns a warning if no rank can go on without a dead one."""
+    if config.elastic.recover == "none" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return (
+        "torchrun stops all its workers when one ends, so a dead rank is a restart here in spite "
+        "of elastic.recover; give torchrun --max-restarts, or start the ranks by dynmo train"
+    )
 
 
 def _warn_of_gpus(config: Config) -> str | None:

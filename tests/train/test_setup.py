@@ -75,6 +75,15 @@ def test_idle_gpus_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warnings_of(parse({"parallel": {"device": "cpu"}})) == []
 
 
+def test_torchrun_does_not_let_ranks_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"elastic": {"recover": "memory"}, "parallel": {"device": "cpu"}}
+    assert warnings_of(parse(given)) == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    (warning,) = warnings_of(parse(given))
+    assert warning.startswith("torchrun stops all its workers")
+    assert warnings_of(parse({"parallel": {"device": "cpu"}})) == []
+
+
 def test_cuda_variables_are_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has not looked for a device yet. Values that the user has set stay."""
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")

@@ -136,6 +136,12 @@ def keep(folder: Path) -> None:
             os.utime(path)
 
 
+def clear_live_line() -> None:
+    """Clears the terminal's line of a rank 0 that was killed, which had hidden the cursor, too."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
+
+
 def end_process(status: int) -> NoReturn:
     """Ends a process without the finalization of Python and torch.
 

@@ -21,6 +21,7 @@ class StartedProcess:
         asked: Whether it was asked to stop.
         killed: Whether ranks have asked for its end.
         ended: Whether its end outside of the run was seen.
+        released: Whether its resources were given back.
         told_end: Whether the ranks of a run that survives a dead rank know of its end.
     """
 
@@ -33,6 +34,7 @@ class StartedProcess:
     asked: bool = False
     killed: bool = False
     ended: bool = False
+    released: bool = False
     told_end: bool = False
 
     @property

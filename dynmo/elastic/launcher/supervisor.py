@@ -35,6 +35,7 @@ from pathlib import Path
 from dynmo.elastic.launch import LOST, FolderStore, Messages, ServedStore, Store
 from dynmo.elastic.launcher.ends import Ends
 from dynmo.elastic.launcher.environment import (
+    clear_live_line,
     keep,
     launch_folder,
     most_local_ranks,
@@ -312,10 +313,12 @@ class Supervisor:
             process.was_rank = True
         gone = [process for process in before if process not in self._ranks]
         lost = self._ends.lost(gone) if self._ends is not None else []
-        left = [*self._leaving, *lost, *(known[number] for number in give_back if number in known)]
-        # A parked rank may come back.
-        left = [process for process in dict.fromkeys(left) if process not in self._ranks]
-        self._leaving = left
+        given = (known[number] for number in give_back if number in known)
+        left = dict.fromkeys([*self._leaving, *lost, *given])
+        # A parked rank may come back, and rank 0 may give back one that is lost.
+        self._leaving = [each for each in left if each not in self._ranks and not each.released]
+        if any(process.number == 0 for process in lost):
+            clear_live_line()
         for _ in range(start if self._ranks[0].code is None else 0):
             try:
                 self.start(joins=True)
@@ -346,6 +349,8 @@ class Supervisor:
             self._leave_by = now + _LEAVE_TOGETHER
         elif len(ended) == len(self._leaving) or now > self._leave_by:
             self._leaving = [process for process in self._leaving if process not in ended]
+            for process in ended:
+                process.released = True
             handles = [process.handle for process in ended]
             self._releases.submit("released", len(ended), partial(self.starter.give_back, handles))
 

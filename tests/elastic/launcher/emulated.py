@@ -68,9 +68,9 @@ class EmulatedProcess:
         """Becomes rank 0 after one that is gone."""
         self._manager.find_counts()
 
-    def give_back(self, *processes: int) -> None:
-        """Says as rank 0 that it goes on alone, and that other processes leave."""
-        self.ranks_are(0)
+    def give_back(self, *processes: int, stay: Sequence[int] = (0,)) -> None:
+        """Says as rank 0 who goes on, and that other processes leave."""
+        self.ranks_are(*stay)
         self._manager.give_back(_places(processes), [])
 
     def reports(self, count: int) -> Generator[None, None, None]:

@@ -41,6 +41,7 @@ def test_run_goes_on_without_a_dead_rank(tmp_path: Path) -> None:
         assert not me.arbiter.has_ended(2)
         me.ranks_are(0, 2)
         yield from me.reports(1)
+        me.give_back(1, stay=[0, 2])
         me.start(1)
         yield from me.reports(2)
         me.ranks_are(0, 2, 3)
