@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -49,7 +50,6 @@ from dynmo.train.trainer import Trainer
 
 STEPS, MOST, LIMIT = 24, 4, 60.0
 FAULT_AT = 6  # steps done before the fault
-FINISHED = 0.5  # seconds after a fault in which a step that was all but done may end
 CHANGES = ("rebalance", "repack", "grow", "recover")
 TIMEOUT = 10.0  # seconds of `parallel.timeout`
 HIDDEN, ROUNDS = 128, 20  # of the part `host`
@@ -219,9 +219,9 @@ def train_trial(trial: Trial, folder: Path, ranks: int, device: str) -> dict[str
         at = strike(process, folder, trial.fault, trial.on % ranks)
     figures = end(process, folder)
     if trial.fault is not None:
-        steps = [event["time"] for event in read_events(folder) if event["event"] == "step"]
-        after = [time for time in steps if time > at + FINISHED]
-        figures["standstill"] = min(after) - at if after else None
+        after = dropwhile(lambda event: event["event"] != "recover", read_events(folder))
+        steps = [event["time"] for event in after if event["event"] == "step"]
+        figures["standstill"] = steps[0] - at if steps else None
     progress(f"{trial.name}: status {figures['status']}")
     return figures
 

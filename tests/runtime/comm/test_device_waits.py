@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RunError, WaitTimeout
+from dynmo.kernels.torch_private import abort_communicators
 from dynmo.runtime.comm import headers
 from dynmo.runtime.comm import inbox as receiving
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.headers import Announcement
+from dynmo.runtime.comm.heartbeat import ENDED, Heartbeat
 from dynmo.runtime.comm.inbox import Inbox, posted_ahead
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.outbox import Outbox
+from dynmo.runtime.comm.process_groups import leave_default_group
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.engine import profiler
 from dynmo.schedule.lowering import Channel, Direction, Program
 from dynmo.schedule.memory import POSTED_AHEAD
+from tests.processes import wait_until
 from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_world, install
 from tests.runtime.fake_time import FakeTime, device_time
 
@@ -286,6 +292,36 @@ def test_a_failed_run_does_not_wait_for_messages(
         if failed:
             raise RunError("the cause")
     assert done == (["aborted"] if aborts else ["destroyed"])
+
+
+def test_a_standing_stream_is_left_once_another_rank_has_told_the_end() -> None:
+    """NCCL does not raise when a peer is gone. The heartbeat's thread hears of it."""
+    world = fake_world(timeout=1.0)
+    world.heartbeat = Heartbeat(world, world.store, 1.0, 1.0)
+    world.heartbeat.is_quick = True
+    try:
+        world.wait(world.receive(torch.zeros(1), 1, 0), 1, "a message")
+        cast(FakeDevice, torch.cuda.current_stream(None)).done = 1  # it stands at the message
+        world.store.set(ENDED, "rank 2 was killed")
+        with pytest.raises(WaitTimeout, match="a message; rank 2 was killed"):
+            world.settle()
+    finally:
+        world.heartbeat.close()
+
+
+def test_groups_are_aborted_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that waits for a dead peer cannot do it. All groups end, and new ones may come."""
+    aborted = threading.Event()
+    group = mock.Mock(abort=aborted.set)
+    torch_world = dist.distributed_c10d._world
+    for _ in range(2):
+        aborted.clear()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        monkeypatch.setitem(torch_world.pg_names, group, "1")
+        threading.Thread(target=abort_communicators).start()
+        assert aborted.wait(10)
+        wait_until(lambda: not dist.is_initialized())
+        leave_default_group()
 
 
 def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
