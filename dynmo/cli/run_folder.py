@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 RUNS, EVENTS = Path("runs"), "events.jsonl"
-_OF_TORCHRUN = ".torchrun"  # the id of the job that trains a run
+_OF_JOB = ".job"  # the id of the job that trains a run
 NOTHING_TO_SAVE = "interrupted before the first step, so there is nothing to save"
 
 
@@ -41,13 +41,13 @@ def run_folder(
     of a run that fails says how it, or the run before, can go on.
 
     Args:
-        again: Whether torchrun has started this run before.
+        again: Whether the job of this process has started this run before.
     """
     folder = RUNS / config.name
     with _alone(folder):
         try:
             before = _prepare(folder, config, resume, overwrite, again)
-            _mark_for_torchrun(folder)
+            _mark_job(folder)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ready: {error}") from None
         events = _size(folder / EVENTS)
@@ -145,20 +145,24 @@ def on_ranks_left(config: Config, left: int) -> Config:
 
 
 def is_again(config: Config) -> bool:
-    """Returns whether torchrun has started this run before, and starts it again."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if not count.isdigit() or not int(count):
-        return False
+    """Returns whether the job of this process has started this run before, and starts it again."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if "DYNMO_JOB" not in os.environ and restarts == "0":
+        return False  # several jobs of torchrun may have one id
     with contextlib.suppress(OSError):
-        mark = RUNS / config.name / _OF_TORCHRUN
-        return mark.read_text("utf-8") == os.environ.get("TORCHELASTIC_RUN_ID")
+        return (RUNS / config.name / _OF_JOB).read_text("utf-8") == _job()
     return False
 
 
-def _mark_for_torchrun(folder: Path) -> None:
-    """Notes which job of torchrun trains the run. Another job has no part in it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        write_whole(folder / _OF_TORCHRUN, os.environ["TORCHELASTIC_RUN_ID"])
+def _job() -> str:
+    """Returns the id of a job that starts its ranks again after a failure. Empty if none does."""
+    return os.environ.get("DYNMO_JOB") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _mark_job(folder: Path) -> None:
+    """Notes which job trains the run. Another job has no part in it."""
+    if job := _job():
+        write_whole(folder / _OF_JOB, job)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -250,7 +254,7 @@ def _prepare(
         again: Whether the folder is that of an earlier attempt of the same run.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        (folder / _OF_TORCHRUN).unlink(missing_ok=True)  # of an earlier job
+        (folder / _OF_JOB).unlink(missing_ok=True)  # of an earlier job
     if resume or again:
         _remove_leftovers(folder)
     if again and not resume:

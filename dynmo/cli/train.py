@@ -238,7 +238,7 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, options: TrainOptions) 
         options = options.model_copy(update={"resume": saved is not None, "overwrite": False})
         if rendezvous.rank == 0:
             how = "begins anew" if saved is None else f"goes on from {saved}"
-            _logger.warning(f"torchrun has started the ranks again; {RUNS / config.name} {how}")
+            _logger.warning(f"the ranks were started again; {RUNS / config.name} {how}")
     # Only rank 0 writes. A world of the wrong size makes nothing, and `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     with (

@@ -317,11 +317,24 @@ def test_run_that_torchrun_restarts_goes_on(filled: Path, rank: Run) -> None:
     (filled / "run.toml").write_text(CONFIG)
     done = attempt(1, "--overwrite")
     assert done.status == 0, done.err
-    assert re.search(r"ranks again; runs/main goes on from .*/step-00000[12]\n", done.err)
+    assert re.search(r"started again; runs/main goes on from .*/step-00000[12]\n", done.err)
     for number in range(2):
         assert_refused(attempt(number, job="other"), "runs/main exists")
     shutil.rmtree(filled / "runs/main/checkpoints")
     assert_refused(attempt(1), "runs/main exists")
+
+
+def test_run_that_a_job_starts_again_goes_on(filled: Path, rank: Run) -> None:
+    sets = (*of("tires"), ONE_RANK, "train.steps=3", "checkpoint.every=1", "train.eval_every=0")
+    os.environ |= {"MASTER_PORT": free_port(), "DYNMO_JOB": "uid"}
+    assert "tired of this" in rank(filled, "run.toml", sets=sets).err
+    (filled / "run.toml").write_text(CONFIG)
+    os.environ |= {"MASTER_PORT": free_port(), "DYNMO_JOB": "another"}
+    assert_refused(rank(filled, "run.toml", sets=sets), "runs/main exists")
+    os.environ |= {"MASTER_PORT": free_port(), "DYNMO_JOB": "uid"}
+    done = rank(filled, "run.toml", sets=sets)
+    assert done.status == 0, done.err
+    assert re.search(r"started again; runs/main goes on from", done.err)
 
 
 REMOVES = """

@@ -8,7 +8,8 @@ A run is an elastic Indexed Job.
                             new pods run `dynmo train CONFIG --join`
 
 Each pod is one rank, and rank 0 is index 0. A rank that has left is parked: its process waits until
-its pod is deleted. If it ended by itself, the controller would count its index as done.
+its pod is deleted. If it ended by itself, the controller would count its index as done. The
+controller makes another pod in the place of one that failed, up to `backoffLimit`.
 
 Kubernetes changes `completions` since 1.27, so an older server is refused.
 """
@@ -57,6 +58,7 @@ class KubernetesManager(ThreadedManager):
         self._namespace = os.environ.get("POD_NAMESPACE", "")
         self._job = os.environ.get("JOB_NAME", "")
         self._name = f"{self._namespace}/{self._job}"
+        self._kept = 0  # pods of ranks that have left, or that replace those of dead ranks
 
     def check(self) -> None:
         """Checks for the client, the job's name and the credentials. Calls no server."""
@@ -76,6 +78,10 @@ class KubernetesManager(ThreadedManager):
         self.submit("released", len(left), lambda: self._shrink(left, stay))
 
     def _grow(self, more: int) -> str:
+        kept = min(more, self._kept)
+        more, self._kept = more - kept, self._kept - kept
+        if not more:
+            return f"job {self._name} has {kept} pods that it could not give back"
         self._connect()
         count = int(self._read_job().spec.parallelism) + more
         self._patch(count)
@@ -87,12 +93,14 @@ class KubernetesManager(ThreadedManager):
         for place in stay:
             pod, _, index = place.host.partition(".")[0].rpartition("-")
             if pod == self._job and index.isdecimal() and int(index) >= count:
+                self._kept += len(left)
                 raise RunError(
                     f"job {self._name} cannot give pods back: {place.host} would go, but its rank "
                     f"{place.rank} stays; the ranks that stay must be the lowest pods"
                 )
         self._connect()
         self._patch(count)
+        self._kept = 0
         # A pod that ends only after the next growth would count for its old index.
         self._wait(count, ends=True)
         return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"

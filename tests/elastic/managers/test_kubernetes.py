@@ -258,7 +258,11 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, connect: Conn
     manager = connect(fake.url)
     manager.give_back(places(1, 2), places(0, 3))
     one(manager, "failed", 0, "run-3", "rank 3")
+    manager.start(1)
+    one(manager, "started", 1, "1 pods that it could not give back")
     assert fake.patches == []
+    manager.start(2)
+    one(manager, "started", 2, "has 5 pods, 1 of them new")
 
 
 @pytest.mark.parametrize(
