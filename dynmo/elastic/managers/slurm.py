@@ -2,7 +2,8 @@
 
     inside of an allocation    one step per rank. A node is given back when its last rank has left
     outside                    one job per rank. A job frees its node as it ends
-    newcomers                  one job per rank, in both cases. They may be pending for hours
+    newcomers                  one job per rank, in both cases. They may be pending for hours.
+                               In place of a rank that died in the allocation: a step on its node
 
 Ranks run as steps that share their node (`--overlap`), so that several of them see all its devices.
 """
@@ -26,6 +27,8 @@ from dynmo.errors import ConfigError, RunError
 
 # Seconds that a command of Slurm may take.
 _LIMIT = 60.0
+# A node of the allocation, a local rank there, and how many ranks the node has.
+_Place = tuple[str, int, int]
 # A line of srun, or of its node daemon, among the output of the rank.
 _OWN = re.compile(rb"^(?:srun|slurmstepd[^:\n]*): (error: |fatal: )?(.*)\n?", re.MULTILINE)
 # Messages that repeat the status.
@@ -38,12 +41,16 @@ _SRUN = (
 
 
 class SlurmProcess(subprocess.Popen[bytes]):
-    """A rank that runs under its own `srun`. Its node is None if it has a job of its own."""
+    """A rank that runs under its own `srun`. Its place is None if it has a job of its own."""
 
     def __init__(
-        self, rank: RankCommand, options: Sequence[str], env: Mapping[str, str], node: str | None
+        self,
+        rank: RankCommand,
+        options: Sequence[str],
+        env: Mapping[str, str],
+        place: _Place | None,
     ) -> None:
-        self.node, self._rank = node, rank
+        self.place, self._rank = place, rank
         self._errors: list[str] = []
         # srun dies with the launcher, and the rank with srun.
         dies = ["setpriv", "--pdeathsig=KILL"] if shutil.which("setpriv") else []
@@ -83,6 +90,15 @@ class SlurmProcess(subprocess.Popen[bytes]):
         if code is not None and code > 128 and code != 130:  # the rank's signal, as a shell says it
             return 128 - code
         return code
+
+    @property
+    def node(self) -> str | None:
+        return None if self.place is None else self.place[0]
+
+    @property
+    def died(self) -> bool:
+        """Whether it ran, and ended neither well nor on request."""
+        return self.poll() not in (None, 0, 130) and self._rank.entered.exists()
 
     def send_signal(self, sig: int) -> None:
         try:
@@ -136,18 +152,33 @@ class SlurmStarter:
             raise ConfigError(f"--launcher slurm: {where}: {error}; {advice}") from None
 
     def start(self, rank: RankCommand) -> RankProcess:
-        if self._job is None or rank.joins:
-            node, env = None, own_job_environment(rank.environment)
+        place = self._place(rank)
+        if place is None:
+            env = own_job_environment(rank.environment)
             options = [f"--job-name={'dynmo-join' if rank.joins else 'dynmo'}", *self._job_options]
             local_rank, local_size = 0, 1
         else:
-            node_of = self._node_of(int(rank.environment["WORLD_SIZE"]))
-            node, env = node_of[rank.process], dict(rank.environment)
+            env, (node, local_rank, local_size) = dict(rank.environment), place
             options = [f"--job-name=dynmo-{rank.process}", "--overlap", f"--nodelist={node}"]
-            local_rank, local_size = node_of[: rank.process].count(node), node_of.count(node)
         env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
-        self._started.append(SlurmProcess(rank, options, env, node))
+        self._started.append(SlurmProcess(rank, options, env, place))
         return self._started[-1]
+
+    def _place(self, rank: RankCommand) -> _Place | None:
+        """Returns a place in the allocation. None if the rank is a job of its own."""
+        if self._job is None:
+            return None
+        if not rank.joins:
+            node_of = self._node_of(int(rank.environment["WORLD_SIZE"]))
+            node = node_of[rank.process]
+            return node, node_of[: rank.process].count(node), node_of.count(node)
+        dead = next(
+            (each for each in self._started if each.died and each.node in self._nodes), None
+        )
+        if dead is None:
+            return None
+        self._started.remove(dead)  # its place is taken
+        return dead.place
 
     def _node_of(self, size: int) -> list[str]:
         """Returns the node of each rank.
@@ -168,16 +199,19 @@ class SlurmStarter:
         return left
 
     def give_back(self, processes: Sequence[RankProcess]) -> str:
-        ended = [process.node for process in processes if isinstance(process, SlurmProcess)]
+        own = [process for process in processes if isinstance(process, SlurmProcess)]
+        dead = [process.node for process in own if process.node is not None and process.died]
+        ended = [process.node for process in own if process.node is None or not process.died]
         # Outside of a step of Slurm (a shell of ssh, say) the node is known by its host name.
         here = own_node(), own_node().partition(".")[0]
         why = dict.fromkeys(here, "while the launcher runs there")
         running = [process.node for process in self._started if process.poll() is None]
         why |= dict.fromkeys(running, "until its last rank leaves")
+        kept = [f"{node} is kept for a rank in place of the dead one" for node in dead]
         nodes, jobs = sorted({node for node in ended if node is not None}), ended.count(None)
         lines = [f"{node} cannot be given back {why[node]}" for node in nodes if node in why]
         free = [node for node in nodes if node not in why]
-        if not free and not jobs:
+        if not free and not jobs and not kept:
             raise RunError("; ".join(lines))
         if free:
             stay = [node for node in self._nodes if node not in free]
@@ -186,7 +220,7 @@ class SlurmStarter:
             _run("scontrol", "update", *change, folder=self._folder)
             self._nodes = stay
             lines.insert(0, f"job {self._job} gave back {', '.join(free)}")
-        return "; ".join([*[f"{jobs} job{'s' * (jobs > 1)} ended"] * (jobs > 0), *lines])
+        return "; ".join([*[f"{jobs} job{'s' * (jobs > 1)} ended"] * (jobs > 0), *kept, *lines])
 
 
 def own_job_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -171,15 +171,43 @@ print("result")
 @needs_slurm
 def test_run_goes_on_without_a_dead_and_a_stopped_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
     command = launcher(tmp_path, *LOSES_TWO)
-    job = slurm.submit(command, 3, "loses", tmp_path / "out", RECOVERS, [f"--chdir={tmp_path}"])
+    slurm.submit(command, 3, "loses", tmp_path / "out", RECOVERS, [f"--chdir={tmp_path}"])
     slurm.wait_for_state("loses", None)
     killed = "was ended by SIGKILL; out of memory?"
     assert (tmp_path / "out").read_text() == f"{killed} and did not answer and was ended\n"
-    first, second = reports_of(tmp_path)
-    assert first == f"released 1: job {job} gave back n2"
-    # Slurm may refuse a second change of a job that has just begun.
-    assert second.endswith(("gave back n3", f"try again in a bit for job {job}"))
+    kept = "is kept for a rank in place of the dead one"
+    assert reports_of(tmp_path) == [f"released 1: n{node} {kept}" for node in (2, 3)]
     wait_until(lambda: gone(tmp_path), 30)
+
+
+@needs_slurm
+def test_newcomer_takes_the_place_of_a_dead_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The second one is a job of its own, since the place is taken."""
+    command = launcher(
+        tmp_path,
+        """
+ended(1)
+ranks_are(0)
+manager.start(2)
+heard("joined-2")
+heard("joined-3")
+say("done")
+""",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        join="""
+keys = ("SLURM_JOB_ID", "SLURMD_NODENAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+(here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
+say(f"joined-{process}")
+heard("done")
+""",
+    )
+    options = [f"--chdir={tmp_path}", "--nodelist=n1,n2"]
+    job = slurm.submit(command, 2, "replaced", tmp_path / "out", RECOVERS, options)
+    slurm.wait_for_state("replaced", None)
+    assert (tmp_path / "out").read_text() == ""
+    assert (tmp_path / "env-2").read_text() == f"{job} n2 0 1"
+    assert (tmp_path / "env-3").read_text().split()[0] == str(job + 1)
+    wait_until(lambda: not slurm.states(), 90)
 
 
 @needs_slurm
@@ -272,7 +300,8 @@ def test_the_launchers_node_stays_outside_of_a_step(
     monkeypatch.setattr("socket.gethostname", lambda: "n1.cluster.example")
     monkeypatch.setattr("dynmo.elastic.managers.slurm._run", lambda *_, **_options: "n1 n2")
     ended = [SlurmProcess.__new__(SlurmProcess) for _ in range(2)]
-    ended[0].node, ended[1].node = "n1", "n2"
+    for process, node in zip(ended, ("n1", "n2"), strict=True):
+        process.place, process.returncode = (node, 0, 1), 0
     starter = SlurmStarter(tmp_path)
     with pytest.raises(RunError, match=r"^n1 cannot be given back while the launcher runs there$"):
         starter.give_back(ended[:1])
