@@ -38,6 +38,7 @@ def make_engine(
     partition: Partition,
     elsewhere: tuple[int, int] | None = None,
     schedule: str | None = None,
+    former: Engine | None = None,
 ) -> Engine:
     replicas = world.replicas if elsewhere is None else elsewhere[1]
     dtype = dtype_for(options.precision, world.device)
@@ -72,6 +73,7 @@ def make_engine(
             or any(replicas > 1 for _, _, replicas in options.elastic.reshape_at),
         ),
         elsewhere=elsewhere,
+        former=former,
     )
 
 

@@ -80,6 +80,8 @@ class Elasticity:
         self._events: list[Event] = []
         # The mesh before a fault, to which the run goes back. None: it is as it is.
         self._former: NextMesh | None = None
+        # Whether no newcomer may come now.
+        self.waits = False
         # True if this rank is out of the run.
         self.left = False
 
@@ -114,7 +116,7 @@ class Elasticity:
         moment = time.monotonic()
         self._returned += (self._most_ranks - len(stay) - len(left)) * (moment - self._since)
         self._since, self._pipeline, self._rebalancer = moment, engine, rebalancer
-        self.options, self._must_decide, self._refused = options, False, 0
+        self.options, self._must_decide, self._refused, self.waits = options, False, 0, False
         if former.ranks > everyone.size:
             self._former = former
         if not everyone.leads:
@@ -183,7 +185,7 @@ class Elasticity:
 
     def acts(self, step: int) -> bool:
         """Returns True if it may change the ranks before a step."""
-        return not self._stops and (
+        return not (self._stops or self.waits) and (
             self._must_decide
             or self._is_planned(step)
             or (self.options.elastic.changes_ranks and self._rebalancer.is_due(step))

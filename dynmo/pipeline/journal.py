@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dynmo.errors import RunError
 from dynmo.events import StepResult
 from dynmo.runtime.comm.agreement import share_bytes, share_texts
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -62,12 +61,15 @@ class Training(Call):
     rates: tuple[dict[str, Any], ...] | None = None
     parts: dict[int, Part] = field(default_factory=dict[int, Part])
 
-    def part(self, replica: int, replicas: int) -> Part:
-        """Returns the part of a replica of another mesh."""
-        count = self.replicas // replicas
-        if count == 1:
-            return self.parts[replica]
-        own = [self.parts[at] for at in range(replica * count, (replica + 1) * count)]
+    def part(self, replica: int, replicas: int) -> Part | None:
+        """Returns the part of a replica of another mesh. None if it is not here."""
+        if replicas == self.replicas:
+            return self.parts.get(replica)
+        count, rest = divmod(self.replicas, replicas)
+        needed = range(replica * count, (replica + 1) * count)
+        if rest or not all(at in self.parts for at in needed):
+            return None
+        own = [self.parts[at] for at in needed]
         # Samples only spare work, and their numbers are those of other microbatches.
         return Part(_join([each.inputs for each in own]), _join([each.targets for each in own]))
 
@@ -77,7 +79,9 @@ class Survivor(Protocol):
 
     def call(self, run: Callable[[], T], *, changes: bool) -> T: ...
 
-    def train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]: ...
+    def train(
+        self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
+    ) -> tuple[StepResult, ...]: ...
 
     def before_training(self, step: int) -> None: ...
 
@@ -166,15 +170,12 @@ def unpacked(data: bytes) -> Any:
 
 
 def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, replicas: int) -> None:
-    """Has each rank get the parts that its replica needs now. All ranks call it together.
+    """Gives each rank the parts that its replica needs now and some rank has. All call it.
 
     Args:
         calls: Own calls, ascending. Ranks may lack the last ones.
         replica: The replica of this rank now.
         replicas: Their number now.
-
-    Raises:
-        RunError: No rank has a part.
     """
     mine = {
         call.number: [call.replicas, {r: _has(part) for r, part in call.parts.items()}]
@@ -190,10 +191,7 @@ def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, repli
         rows = [(new, table.get(str(number))) for new, table in tables]
         before: int = next(row[0] for _, row in rows if row is not None)
         if before % replicas:
-            raise RunError(
-                f"the batch of {before} replicas cannot be that of {replicas}, so the step cannot "
-                "be repeated; the run goes on from its last checkpoint"
-            )
+            continue
         count = before // replicas
         for old in range(before):
             for at, name in enumerate(("inputs", "targets")):
@@ -207,13 +205,8 @@ def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, repli
                     for rank, (new, row) in enumerate(rows)
                     if row is not None and new == old // count and rank not in holders
                 ]
-                if not needers or (not holders and at):
-                    continue  # inputs may have the targets, too
-                if not holders:
-                    raise RunError(
-                        f"no rank that is left has the {name} of replica {old}, so the step "
-                        "cannot be repeated; the run goes on from its last checkpoint"
-                    )
+                if not needers or not holders:
+                    continue
                 call = by_number.get(number)
                 is_giver = world.rank == holders[0] and call is not None
                 given = getattr(call.parts[old], name) if is_giver and call else None

@@ -230,6 +230,15 @@ class Loader:
         self._pipeline.measured.tell(event)
         return [self._to_device(each) for each in found]
 
+    def drawn(self, step: int) -> list[Microbatch] | None:
+        """Returns the batch once more that was drawn for a step, for the present mesh.
+
+        None if it was drawn too long ago, or by a stream.
+        """
+        if step not in self._drawn or self._batches is None or self._options.streaming:
+            return None
+        return [self._to_device(each) for each in self._make(self._drawn[step])]
+
     def held_out(self, microbatches: int) -> list[Microbatch] | None:
         """Returns so many microbatches to evaluate on, the same every time."""
         if self._options.held_out == 0:

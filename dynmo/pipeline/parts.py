@@ -59,6 +59,7 @@ from dynmo.runtime.state.save import Save
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
+    from dynmo.pipeline.trace import Tracer
 
 _logger = logging.getLogger(__name__)
 
@@ -338,9 +339,13 @@ class Parts:
                 changes.options, engine, changes.rebalancer, self.identity, reference
             )
         if self._trace:
-            from dynmo.pipeline.trace import Tracer
+            changes.tracer = self.new_tracer()
 
-            changes.tracer = Tracer(self.world.everyone, engine.clock, self._trace)
+    def new_tracer(self) -> Tracer:
+        """Begins to watch ops. All ranks call it together."""
+        from dynmo.pipeline.trace import Tracer
+
+        return Tracer(self.world.everyone, self.engine.clock, self._trace)
 
 
 def _own_state(optimizer: OptimizerHandle, extra: dict[str, Any]) -> dict[str, Any]:

@@ -184,6 +184,7 @@ class Pipeline:
         samples: Sequence[Hashable] | None = None,
         stop: bool = False,
         adapt: bool = True,
+        reread: Callable[[], tuple[Any, Any, Any]] | None = None,
     ) -> StepResult:
         """Trains on one batch: forward, backward, clipping, optimizer.
 
@@ -204,6 +205,8 @@ class Pipeline:
                 inputs. None if no microbatch comes again.
             stop: Whether this rank wants to stop. Every rank sees it in `StepResult.stop`.
             adapt: Whether cases, balancer and mesh may change something before the step.
+            reread: Returns inputs, targets and samples of this step for the present mesh. With
+                `Elastic(recover="memory")` it is called if a fault has taken a whole replica.
 
         Returns:
             The loss, the gradient norm before clipping, and the work of each rank. The loss is the
@@ -220,7 +223,9 @@ class Pipeline:
             RunError: The loss or a gradient was not finite in `stop_after` steps in a row, or this
                 process is no rank of the training (`left`).
         """
-        results = () if self.left else self._train(Part(inputs, targets, samples), stop, adapt)
+        results = (
+            () if self.left else self._train(Part(inputs, targets, samples), stop, adapt, reread)
+        )
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
@@ -228,11 +233,18 @@ class Pipeline:
             )
         return (results + self.drain())[-1]
 
-    def _train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]:
+    def _train(
+        self,
+        part: Part,
+        stop: bool,
+        adapt: bool,
+        reread: Callable[[], tuple[Any, Any, Any]] | None,
+    ) -> tuple[StepResult, ...]:
         recovery = self._parts.recovery
         if recovery is None:
             return self._parts.steps.train(*part, stop, adapt)
-        return recovery.train(part, stop, adapt)
+        again = None if reread is None else lambda: Part(*reread())
+        return recovery.train(part, stop, adapt, again)
 
     @public
     def advance(
@@ -243,6 +255,7 @@ class Pipeline:
         samples: Sequence[Hashable] | None = None,
         stop: bool = False,
         adapt: bool = True,
+        reread: Callable[[], tuple[Any, Any, Any]] | None = None,
     ) -> tuple[StepResult, ...]:
         """Trains like `step`, but without a barrier at its end under `post_validation`.
 
@@ -255,6 +268,7 @@ class Pipeline:
             samples: The samples of each microbatch, like those of `step`.
             stop: Whether this rank wants to stop.
             adapt: Whether something may change before the step.
+            reread: Reads the batch again, like that of `step`.
 
         Returns:
             The results that have become final and were not returned before, in order. With a
@@ -265,7 +279,7 @@ class Pipeline:
             RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
                 was updated.
         """
-        return () if self.left else self._train(Part(inputs, targets, samples), stop, adapt)
+        return () if self.left else self._train(Part(inputs, targets, samples), stop, adapt, reread)
 
     @public
     @surviving

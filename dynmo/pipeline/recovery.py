@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,7 @@ from dynmo.pipeline.saving import restore_state, state_of
 from dynmo.plan.partition import Layout, Move, Partition
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.heartbeat import end_waits
+from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.survivors import Members, RollCall
 from dynmo.runtime.comm.waits import clear_frames, first_line
 from dynmo.runtime.state.copies import Copies, LayerCopy
@@ -102,9 +104,10 @@ class Recovery:
             )
         self._world, self._home = world, world.home
         self._every = parts.options.elastic.recover_every
-        world.recovers = True
-        if world.heartbeat is not None:
-            world.heartbeat.is_quick = True
+        launcher = self._launcher_of(world.home.clone())  # for the thread of the heartbeat
+        if world.enqueues and launcher is not None:
+            world.lost_process = partial(self._lost, launcher)
+        world.watch_for_end()
         self._places: list[RankPlace] = []  # of all ranks, when they were counted last
         # The generation of the copies, and the one in which the places have their numbers.
         self._rank, self._generation, self._numbered = world.rank, -1, -1
@@ -128,7 +131,9 @@ class Recovery:
             return run()
         return self._make(Call(self._next, run, changes))
 
-    def train(self, part: Part, stop: bool, adapt: bool) -> tuple[StepResult, ...]:
+    def train(
+        self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
+    ) -> tuple[StepResult, ...]:
         """Trains on a batch like `Steps.train`, and keeps the batch."""
         view = self._parts.engine.store.world
         kept = Part(on_host(part.inputs), on_host(part.targets), part.samples)
@@ -137,10 +142,14 @@ class Recovery:
 
         def run() -> tuple[StepResult, ...]:
             own, self._training = self._parts.engine.store.world, call
-            if own.size == 1 and own.replicas > 1 and len(call.parts) == 1:
-                # Nobody else has this part, and its rank may be gone.
-                self._share([call])
             given = call.part(own.replica, own.replicas)
+            if given is None and reread is not None:
+                given = reread()
+            if given is None:
+                raise Cannot(
+                    f"no rank that is left has the batch of replica {own.replica}, so the step "
+                    "cannot be repeated; give step(reread=), or start the ranks anew, and resume"
+                )
             call.rates = call.rates or self._parts.steps.rates()
             return self._parts.steps.train(*given, stop, adapt, call.rates)
 
@@ -301,10 +310,15 @@ class Recovery:
         parts.tell(event)
         if self._world.leads:
             _logger.warning(f"{why}; the run goes on without {', '.join(names) or 'it'}")
-        for each in list(self._journal):
-            is_due = each.changes or each.number >= self._behind
-            if self._took[step] <= each.number < call.number and is_due:
+        elastic, first = parts.changes.elastic, self._took[step]
+        repeats = [each for each in self._journal if first <= each.number < call.number]
+        if elastic is not None:
+            elastic.waits = True  # a newcomer would not know of the calls
+        for each in repeats:
+            if each.changes or each.number >= self._behind:
                 each.run()
+        if elastic is not None:
+            elastic.waits = False
 
     def _meet(self, error: RankDied | WaitTimeout) -> list[RankPlace]:
         """Meets the ranks that are left. Returns where the others have run."""
@@ -332,18 +346,23 @@ class Recovery:
         self._numbered = world.generation
         return dead
 
-    @property
-    def _launcher(self) -> Arbiter | None:
-        """dynmo's launcher, if it has started this process."""
+    @staticmethod
+    def _launcher_of(home: SignedStore) -> Arbiter | None:
+        """Returns dynmo's launcher, if it has started this process."""
         folder = os.environ.get("DYNMO_RENDEZVOUS")
         shares = "DYNMO_RENDEZVOUS_FILE" in os.environ
-        return (
-            None if folder is None else Arbiter(self._home if shares else FolderStore(Path(folder)))
-        )
+        return None if folder is None else Arbiter(home if shares else FolderStore(Path(folder)))
+
+    def _lost(self, launcher: Arbiter) -> str:
+        """Returns which rank has ended. Empty if all run. NCCL does not tell it."""
+        for place in self._places if self._numbered == self._world.generation else ():
+            if place.process is not None and launcher.has_ended(place.process):
+                return f"rank {place.rank} {launcher.how_it_ended(place.process)}"
+        return ""
 
     def _why(self, dead: Sequence[RankPlace]) -> str:
         """Returns how ranks have ended, as the launcher knows it. Empty if it does not."""
-        launcher, hows = self._launcher, list[str]()
+        launcher, hows = self._launcher_of(self._home), list[str]()
         for place in dead:
             if launcher is not None and place.process is not None:
                 how = launcher.how_it_ended(place.process)
@@ -351,7 +370,7 @@ class Recovery:
         return "; ".join(hows)
 
     def _call_roll(self, generation: int, blames: Sequence[int]) -> Members:
-        world, launcher = self._world, self._launcher
+        world, launcher = self._world, self._launcher_of(self._home)
         arbiter = None if launcher is None else _Processes(launcher, self._places)
         former = world.store
         roll_call = RollCall(
@@ -388,7 +407,7 @@ class Recovery:
         shape = layout.ranks, layout.replicas
         parts.cases, parts.options = parts.new_cases(), options
         engine = parts.engine = make_engine(
-            options, world, parts.model, layout.partition, shape, layout.schedule
+            options, world, parts.model, layout.partition, shape, layout.schedule, parts.engine
         )
         restore_state(engine, goal.state, parts.cases)
         Resizing(engine).take_up(arrivals, groups or None)
@@ -396,7 +415,9 @@ class Recovery:
         parts.begin_at(goal.step, math.nan if loss is None else loss, goal.state["moves"])
         changes = parts.changes
         changes.made_before(goal.step)
-        changes.tracer, changes.elastic = before.tracer, before.elastic
+        changes.elastic = before.elastic
+        if before.tracer is not None:
+            changes.tracer = parts.new_tracer()  # a trace has passes of all ranks
         changes.cases.skipped = before.cases.skipped
         if changes.elastic is not None:
             pipeline, replicas = goal.state["shape"]
@@ -410,8 +431,6 @@ class Recovery:
             changes.elastic.recovered(
                 engine, changes.rebalancer, options, self._places, left, former
             )
-        if changes.tracer is not None:
-            changes.tracer.renew()
         if world.leads:
             with suppress(RuntimeError):  # the next call finds that the store is lost
                 self._home.set(f"log closed/{world.generation - 1}", "1")

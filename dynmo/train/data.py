@@ -173,6 +173,8 @@ class TextLoader:
             samples = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
         return Batch(inputs, targets, samples)
 
+    again = train
+
     def evaluation(self, microbatches: int) -> Batch:
         """Returns so many microbatches to evaluate on, the same every time."""
         inputs = targets = samples = None
@@ -214,6 +216,10 @@ class SampleLoader(Loader):
         """Returns this replica's microbatches of a step, which is the next one."""
         del step
         return Batch(next(self), None, None)
+
+    def again(self, step: int) -> Batch:
+        """Returns them once more, for the present mesh. A stream only goes on."""
+        return Batch(self.drawn(step), None, None)
 
     def evaluation(self, microbatches: int) -> Batch:
         """Returns so many microbatches to evaluate on, the same every time."""

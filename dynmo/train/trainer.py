@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +309,12 @@ class Trainer:
         with said_while(self._world.rank, "reads its data", not self._stepped):
             self._follow_mesh()
             inputs, targets, samples = self._data.train(pipeline.steps)
+            reread = partial(self._data.again, pipeline.steps)
         stop |= self._data.fault is not None and pipeline.steps + 1 < train.steps
-        interrupted |= self._finish(pipeline.advance(inputs, targets, samples=samples, stop=stop))
+        results = pipeline.advance(inputs, targets, samples=samples, stop=stop, reread=reread)
+        interrupted |= self._finish(results)
+        if pipeline.left:
+            return False
         step = pipeline.steps
         if self._must_evaluate or interrupted or step == train.steps:
             # A wish to stop may be found in any of the results.

@@ -184,12 +184,16 @@ class Heartbeat:
         verdict: Why no wait of this rank will end well. None: they may.
         is_quick: Whether it looks often, and ends all waits once a rank has told the end of the
             generation.
+        lost: Tells which rank has ended. Empty if none has.
+        abort: Ends what waits on a device. None: nothing does.
     """
 
     def __init__(
         self, world: Ranks, store: SignedStore, usual_timeout: float, work_timeout: float
     ) -> None:
         self.is_quick = False
+        self.lost: Callable[[], str] | None = None
+        self.abort: Callable[[], None] | None = None
         self._world, self._home, self._work_timeout = world, store, work_timeout
         self._usual_timeout = usual_timeout
         self._store: SignedStore | None = None
@@ -320,11 +324,15 @@ class Heartbeat:
         """Ends the waits of this rank if another one has told the end of the generation."""
         if self.verdict is None and (waits := self._open_waits):
             store = self._store
-            said = self._ask(lambda: store and store.find(ENDED))
-            if said is not None:
+            said = (self._ask(lambda: store and store.find(ENDED)) or b"").decode()
+            if self.lost is not None and not said:
+                said = self._ask(self.lost)
+            if said:
                 seconds = time.monotonic() - waits[0].begun
-                self.verdict = Verdict(waits[0], [], seconds, None, said.decode())
+                self.verdict = Verdict(waits[0], [], seconds, None, said)
                 self._end_waits()
+                if self.abort is not None:
+                    self.abort()
 
     # -- the verdict -------------------------------------------------------------------------------
 

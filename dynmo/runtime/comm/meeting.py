@@ -12,7 +12,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,8 @@ class Meeting(RankGroup):
     is_of_loop: bool = False
     work_timeout: float = 0.0
     recovers: bool = False
+    # Tells which rank has ended, where the backend does not. Empty if none has.
+    lost_process: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     # The views, and their groups by whether a view has its own, and its global ranks. A shape that
     # comes back needs no new groups.
     views: list[RankGroup] = field(default_factory=list[RankGroup])
@@ -185,8 +187,16 @@ class Meeting(RankGroup):
             )
         if self.size > 1:
             self.heartbeat = Heartbeat(self, self.store, self.usual_timeout, self.work_timeout)
-            self.heartbeat.is_quick = self.recovers
+            if self.recovers:
+                self.watch_for_end()
         self._lift_limit(self.group)
+
+    def watch_for_end(self) -> None:
+        """Has the waits of this rank end soon once another rank is gone, so that it goes on."""
+        self.recovers = True
+        if self.heartbeat is not None:
+            self.heartbeat.is_quick, self.heartbeat.lost = True, self.lost_process
+            self.heartbeat.abort = abort_communicators if self.enqueues else None
 
     def _begin_setup(self, timeout: float) -> None:
         self.work_timeout = timeout

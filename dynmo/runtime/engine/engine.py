@@ -67,6 +67,7 @@ class Engine:
         options: How it trains.
         elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
             outside of. The engine then holds nothing until `Actions.arrive`.
+        former: The engine of this rank before a fault.
 
     Raises:
         ConfigError: An option is wrong, or it does not allow some layer of the model.
@@ -80,6 +81,7 @@ class Engine:
         partition: Partition,
         options: EngineOptions,
         elsewhere: tuple[int, int] | None = None,
+        former: Engine | None = None,
     ) -> None:
         is_bare, post_validation = elsewhere is not None, options.post_validation
         self.model = model
@@ -89,7 +91,8 @@ class Engine:
         streams = make_streams(world.device, options.slices, layout.stage_ranks)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        self.store = store = LayerStore(world, model, layout, self.clock, options, is_bare)
+        before = None if former is None else former.store
+        self.store = store = LayerStore(world, model, layout, self.clock, options, is_bare, before)
         links = {} if is_bare else measure_links(world, layout.pairs)
         self.speeds = RankSpeeds(store, self.profiler)
         self.schedule_maker = ScheduleMaker(store, options, links, self.speeds)

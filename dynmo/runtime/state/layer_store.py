@@ -65,6 +65,7 @@ class LayerStore:
     Args:
         is_bare: Whether the rank is outside of the run and holds no layer until it joins
             (`reshaped`).
+        former: The store of this rank before a fault, which is empty.
 
     Attributes:
         modules: All layers, by global index. Those on other ranks are on the meta device.
@@ -90,6 +91,7 @@ class LayerStore:
         clock: Clock,
         options: EngineOptions,
         is_bare: bool = False,
+        former: LayerStore | None = None,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self.generation = world.generation
@@ -99,18 +101,22 @@ class LayerStore:
         self.accumulation_groups = options.groups(world.replicas)
         stages = () if is_bare else self.own_stages
         own_layers = [index for stage in stages for index in layout.partition.range_of(stage)]
-        self.modules = model.build(frozenset(own_layers))
+        if former is None:
+            self.modules = model.build(frozenset(own_layers))
+            self.groups = ParameterGroups(options.optimizer, model, self.modules, world.device)
+            self.identity = identity_of(model, self.modules).with_code(self.groups.code)
+            self.frozen = Frozen(self.modules, model.tied)
+            check_same_model(world, self.identity)
+            check_same_groups(world, self.groups)
+        else:
+            self.modules, self.groups = former.modules, former.groups
+            self.identity, self.frozen = former.identity, former.frozen
         self.is_double = are_double(self.modules, options.dtype)
-        self.groups = ParameterGroups(options.optimizer, model, self.modules, world.device)
-        self.identity = identity_of(model, self.modules).with_code(self.groups.code)
-        check_same_model(world, self.identity)
         if options.zero:
             self.groups.check_is_elementwise("zero = 1")
-        check_same_groups(world, self.groups)
         self.spread = SpreadGroups(options.expert, self.modules)
         if not is_bare:
             self.spread.join(world)
-        self.frozen = Frozen(self.modules, model.tied)
         # Told on all ranks of layers whose output changes, other than by training.
         self.on_change: Callable[[Iterable[int]], None] = lambda _: None
         self.case_tensors: dict[int, dict[str, Tensor]] = {index: {} for index in own_layers}

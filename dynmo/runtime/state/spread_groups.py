@@ -70,8 +70,8 @@ class SpreadGroups:
         self._sharers = Sharers(world, self._ranks)
         if is_first:
             self.placements |= placements or {}
-            for index in self.placements:
-                self._hold(index)
+            for index, placement in self.placements.items():
+                self.take_note(index, placement)
 
     def _hold(self, index: int) -> None:
         """Drops the groups that other replicas hold."""
