@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,26 @@ def test_digest_is_equal_on_any_ranks_and_schedule(
 ) -> None:
     results = run(pool, config(ranks, schedule, BALANCERS[balancer], freezing, clipping))
     same(results, _reference(pool, freezing, clipping), moving=balancer == "random")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "post_validation"),
+    mostly_matrix(product((2, 3, 4), BY_HAND, (False, True)), everyday=[(4, "zb-h2", False)]),
+)
+def test_layers_that_move_while_steps_run_keep_the_digest(
+    pool: Pool, ranks: int, schedule: str, post_validation: bool
+) -> None:
+    """Without a barrier they move between steps."""
+    wanted = config(ranks, schedule, BALANCERS["random"] | {"move_ahead": True}, True, True)
+    wanted["pipeline"]["post_validation"] = post_validation
+    results = run(pool, wanted)
+    same(results, _reference(pool, True, True))
+    layers = results[0]["layers"]
+    if post_validation:
+        assert all(a != b for a, b in pairwise(layers))
+    else:  # a step runs on a placement before the next decision
+        assert layers[1::2] == layers[0::2][: len(layers[1::2])]
+        assert all(a != b for a, b in pairwise(layers[0::2]))
 
 
 @cache

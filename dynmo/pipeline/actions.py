@@ -19,7 +19,8 @@ from torch import Tensor
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.models.group_placement import GroupPlacement
-from dynmo.plan.partition import Partition, moves_between_ranks
+from dynmo.pipeline.ahead import Ahead, can_move_ahead
+from dynmo.plan.partition import Layout, Move, Partition, moves_between_ranks
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.engine.profiler import measure_links
@@ -108,10 +109,7 @@ class Actions:
         """
         store = self._pending.final
         world, before = store.world, store.layout
-        layout = self.engine.layouts.make(
-            *before.shape, before.microbatches, partition, schedule or before.schedule
-        )
-        plan = moves_between_ranks(before.partition, partition, before.processes, layout.processes)
+        layout, plan = self._planned(partition, schedule)
         places = [(each.schedule, each.partition.counts) for each in (before, layout)]
         agree(world, places, "the new placement")
         store.check_names({move.layer for move in plan})
@@ -133,6 +131,26 @@ class Actions:
             self._schedule_maker.links = measure_links(world, layout.pairs)
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
+
+    def _planned(
+        self, partition: Partition, schedule: str | None
+    ) -> tuple[Layout, tuple[Move, ...]]:
+        before = self._store.layout
+        layout = self.engine.layouts.make(
+            *before.shape, before.microbatches, partition, schedule or before.schedule
+        )
+        return layout, moves_between_ranks(
+            before.partition, partition, before.processes, layout.processes
+        )
+
+    def ahead(self, partition: Partition, schedule: str | None = None) -> Ahead | None:
+        """Returns a move that travels while the next step runs. None if that cannot be.
+
+        Raises:
+            NoRoomError: The layers do not fit the memory there.
+        """
+        layout, plan = self._planned(partition, schedule)
+        return Ahead(self.engine, layout, plan) if can_move_ahead(self.engine, layout) else None
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
         """Makes the same ranks another mesh. All or nothing.

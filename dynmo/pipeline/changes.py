@@ -5,13 +5,13 @@ Every rank makes the same changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dynmo.change_events import ChangeEvent, TokensEvent
 from dynmo.errors import RunError
-from dynmo.events import PostValidationEvent
+from dynmo.events import Event, PostValidationEvent
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.assembly import first_partition
 from dynmo.pipeline.case import TokenShares
@@ -125,9 +125,16 @@ class Changes:
             if any(case.acts(step) for case in self.cases.all):
                 self.cases.follow_rebuilt()
 
-    def consider(self, step: int) -> None:
+    def consider(self, step: int, ahead: bool = True) -> None:
         """Decides on the placement, and moves layers."""
-        for event in self.rebalancer.consider(step):
+        self._tell_move(self.rebalancer.consider(step, ahead))
+
+    def end_move(self, step: int) -> None:
+        """Tells of layers that have moved while the step before `step` ran."""
+        self._tell_move(self.rebalancer.end_move(step))
+
+    def _tell_move(self, events: Sequence[Event]) -> None:
+        for event in events:
             self._emit(event)
             self._keep_trace()
 
@@ -138,7 +145,7 @@ class Changes:
         if partition is not None or schedule is not None:
             Actions(self._engine).move(partition or before, schedule)
         elif self.rebalancer.measured:
-            self.consider(step)
+            self.consider(step, ahead=False)
         else:
             raise RunError(
                 "move was called without a placement before a step was measured; train at "

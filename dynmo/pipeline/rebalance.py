@@ -6,7 +6,7 @@ gather --> Problem, Plan now, Rules, Readings --> decide (pure) --> all ranks ag
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from dynmo.elastic.manager import own_node
 from dynmo.errors import NoRoomError
 from dynmo.events import Event
 from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.ahead import Ahead
 from dynmo.pipeline.cases import Cases
 from dynmo.pipeline.gathering import (
     choice_of,
@@ -40,6 +41,7 @@ from dynmo.plan.partition import Partition
 from dynmo.plan.problem import Readings, Rules
 from dynmo.runtime.comm.agreement import agree, maxima, share_texts
 from dynmo.runtime.engine.engine import Engine
+from dynmo.runtime.state.migration import Migration
 
 if TYPE_CHECKING:
     from dynmo.plan.decide import Decision, DecisionRecord
@@ -107,6 +109,9 @@ class Rebalancer:
         self._pause = _FIRST_PAUSE
         self._costs = tuple[LayerCost, ...]()  # those of the last decision
         self._news: list[Event] = []  # of the ranks' speeds
+        # The move that travels while the next step runs, and who is told of its end.
+        self._ahead: tuple[Ahead, Callable[[int, Migration, float], list[Event]]] | None = None
+        self._moves_ahead = options.balance.move_ahead
         self._told_refusal = False  # that the memory allows no decision
         self.overhead = Overhead()
         # The decisions before the step, with what they rested on.
@@ -294,8 +299,13 @@ class Rebalancer:
 
     # -- placement and schedule --------------------------------------------------------------------
 
-    def consider(self, step: int) -> list[Event]:
-        """Decides before `step` on the placement and the schedule, and acts if that pays."""
+    def consider(self, step: int, ahead: bool = True) -> list[Event]:
+        """Decides before `step` on the placement and the schedule, and acts if that pays.
+
+        Args:
+            ahead: Whether a move may also travel while the step runs.
+        """
+        self._ahead = None
         if self._watch is not None:
             self._watch.decided()
         overhead = self.overhead
@@ -308,19 +318,51 @@ class Rebalancer:
             events.append(ChangeEvent(step, "balance", (), why))
         if decision.verdict.pays:
             measuring, deciding = overhead.measure - spent[0], overhead.decide - spent[1]
-            events += self._move(step, decision, measuring, deciding)
+            events += self._move(step, decision, measuring, deciding, ahead)
         elif decision.remade is not None:
             events += self._replan(step, decision.remade)
         return events
 
     def _move(
-        self, step: int, decision: Decision, measuring: float, deciding: float
+        self, step: int, decision: Decision, measuring: float, deciding: float, ahead: bool
     ) -> list[Event]:
         start, layout = time.perf_counter(), self._engine.store.layout
         plan, verdict = decision.plan, decision.verdict
         schedule = plan.mesh.schedule if plan.mesh.schedule != layout.schedule else None
         expected = verdict.price - self.records[-1].readings.fixed_seconds
+
+        def done(step: int, migration: Migration, seconds: float) -> list[Event]:
+            self._fixed = max(0.0, migration.seconds - expected)
+            self.overhead.move += seconds
+            self.moves += 1
+            if self._watch is not None:
+                self._watch.moved()
+            result = self._gain.on_move(step, self.moves, verdict.gain)
+            event = RebalanceEvent(
+                step,
+                self.moves,
+                layout.partition.counts,
+                plan.partition.counts,
+                migration.moved_bytes,
+                deciding + seconds,
+                verdict.gain,
+                verdict.reason,
+                measuring,
+                deciding,
+                schedule,
+            )
+            events: list[Event] = [event] if result is None else [result, event]
+            # Costs change if the move has switched recomputation.
+            same = self._engine.store.layout.recomputed == layout.recomputed
+            remade = decision.remade if same else None
+            return events if remade is None else events + self._replan(step, remade)
+
         try:
+            if ahead and self._moves_ahead and step + 1 < self._options.end:
+                move = self._actions.ahead(plan.partition, schedule)
+                if move is not None:
+                    self._ahead = move, done
+                    return []
             migration = self._actions.move(plan.partition, schedule)
         except NoRoomError:
             # With "recompute" = "auto" the largest possible bytes count, not the measured bytes.
@@ -329,34 +371,22 @@ class Rebalancer:
             still = rules.balance.model_copy(update={"balancer": "none"})
             remade = self.decide(step, replace(rules, balance=still)).remade
             return [] if remade is None else self._replan(step, remade)
-        ended = time.perf_counter()
-        self._fixed = max(0.0, migration.seconds - expected)
-        self.overhead.move += ended - start
-        self.moves += 1
-        if self._watch is not None:
-            self._watch.moved()
-        result = self._gain.on_move(step, self.moves, verdict.gain)
-        done: list[Event] = [] if result is None else [result]
-        done.append(
-            RebalanceEvent(
-                step,
-                self.moves,
-                layout.partition.counts,
-                plan.partition.counts,
-                migration.moved_bytes,
-                deciding + ended - start,
-                verdict.gain,
-                verdict.reason,
-                measuring,
-                deciding,
-                schedule,
-            )
-        )
-        # Costs change if the move has switched recomputation.
-        same = self._engine.store.layout.recomputed == layout.recomputed
-        if decision.remade is not None and same:
-            done += self._replan(step, decision.remade)
-        return done
+        return done(step, migration, time.perf_counter() - start)
+
+    def begin_move(self) -> None:
+        """Begins the move that travels while the next step runs, just before that step."""
+        if self._ahead is not None:
+            self._ahead[0].begin()
+
+    def end_move(self, step: int) -> list[Event]:
+        """Tells of the move that the step before `step` has ended."""
+        if self._ahead is None or not self._ahead[0].is_over:
+            return []
+        (move, done), self._ahead = self._ahead, None
+        if move.migration is not None:
+            return done(step, move.migration, move.migration.seconds)
+        self._moves_ahead = False
+        return [ChangeEvent(step, "balance", (), move.refusal)]
 
     def _replan(self, step: int, gain: float) -> list[Event]:
         """Makes the schedule anew. No event tells of a schedule that saves nothing."""

@@ -26,7 +26,7 @@ from dynmo.events import (
     StepResult,
 )
 from dynmo.pipeline.options import PipelineOptions
-from dynmo.plan.partition import imbalance
+from dynmo.plan.partition import Layout, imbalance
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
@@ -120,13 +120,13 @@ class Started:
 
     Attributes:
         rate: Learning rate.
-        layers: Number of layers on each stage.
+        layout: Where the layers are.
         frozen: Number of frozen layers.
         seconds: Seconds of the step, without the part of its end that fell into the next step.
     """
 
     rate: float
-    layers: tuple[int, ...]
+    layout: Layout
     frozen: int
     seconds: float = 0.0
 
@@ -165,7 +165,7 @@ def result_of(
         seconds=seconds,
         gradient_norm=record.norm if math.isfinite(record.norm) else None,
         learning_rate=started.rate,
-        layers=started.layers,
+        layers=started.layout.partition.counts,
         frozen=started.frozen,
         model_flops_per_s=flops,
         utilization=None if flops is None or peak is None else flops / peak,

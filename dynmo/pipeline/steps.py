@@ -154,8 +154,8 @@ class Steps:
             restart_peak(world.device)
             if changes.made != step:
                 self._begin = time.perf_counter()
-            partition, frozen = engine.store.layout.partition, engine.store.frozen.layers
-            started = Started(float(rates[0].get("lr", 0.0)), partition.counts, len(frozen))
+            layout, frozen = engine.store.layout, engine.store.frozen.layers
+            started = Started(float(rates[0].get("lr", 0.0)), layout, len(frozen))
             wish = 0 if changes.elastic is None else changes.elastic.step_flag()
             with engine.attempt(step if engine.pending.validates else None):
                 changes.cases.take_samples(samples, self.microbatches)
@@ -168,12 +168,17 @@ class Steps:
             norm = changes.options.max_grad_norm
             flag = STOP * (stop or self._saves.stop) + self._saves.flag(step) + wish
             settings = StepSettings(step, rates, norm, flag)
-            records = engine.pending.take_done() if batch is None else engine.train(batch, settings)
+            if batch is None:
+                records = engine.pending.take_done()
+            else:
+                changes.rebalancer.begin_move()
+                records = engine.train(batch, settings)
             self._started[step] = started
             started.seconds = time.perf_counter() - self._begin
             self._begin = time.perf_counter()
             self._done = step + 1
             self._ready += map(self._finish, records)
+            changes.end_move(self._done)
         self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
         self._saves.after_step(self.done)
         return before + self._take()
@@ -215,7 +220,7 @@ class Steps:
             changes.loss = record.loss
             self._tell(changes.rebalancer.observe(step, started.seconds, record.busy))
         if changes.tracer is not None:
-            changes.tracer.observe(record, engine.store.layout, engine.schedule_maker.links)
+            changes.tracer.observe(record, started.layout, engine.schedule_maker.links)
         result = result_of(
             record,
             started,

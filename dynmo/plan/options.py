@@ -48,6 +48,9 @@ class Balance(Options):
     """A move must save this many times the seconds that it takes."""
     hysteresis: NonNegative = 0.02
     """A move must save at least this share of a step."""
+    move_ahead: bool = False
+    """Whether the layers of a move travel while the next step runs, which then still has the old
+    placement. If not, the ranks wait for them between two steps."""
 
 
 class Elastic(Options):

@@ -205,6 +205,7 @@ TAG_VERDICT = 1 << 25
 TAG_SUMS = 1 << 26
 TAG_END = 1 << 27
 TAG_COPY = 1 << 28
+TAG_AHEAD = 1 << 29
 
 
 def tag_of(channel: Channel) -> int:

@@ -118,6 +118,8 @@ class Engine:
         self.before_end: Callable[[], None] = _nothing
         # Called once a step has run, before it may change weights and before its end is agreed on.
         self.before_update: Callable[[], None] = _nothing
+        # Called once the end of a step with a barrier is agreed on, before weights change.
+        self.after_agreement: Callable[[], None] = _nothing
         self.pending = PostValidation(
             store,
             self.optimizer_step,
@@ -153,6 +155,7 @@ class Engine:
             everyone = self.store.world.everyone
             self._undo()
             self._undo = _nothing
+            self.drop_after_agreement()
             if everyone.size > 1:
                 # A message under way that somebody holds would keep the groups, and the others
                 # would wait.
@@ -168,6 +171,9 @@ class Engine:
             if not self.pending.recover(step, error):
                 self.pending.raise_failure()
                 raise
+
+    def drop_after_agreement(self) -> None:
+        self.after_agreement = _nothing
 
     def _renew(self) -> None:
         """Takes note that the ranks have met anew."""
@@ -265,6 +271,8 @@ class Engine:
         if error is not None or is_bad:
             end.discard()
             undo()
+        with self.attempt(is_final=True):
+            self.after_agreement()
         if error is not None:
             raise self._explained(error)
         if is_bad:

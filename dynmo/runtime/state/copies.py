@@ -18,25 +18,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from dynmo.runtime.comm.headers import (
-    DTYPES,
-    TAG_COPY,
-    as_bytes,
-    bytes_of,
-    check_announced,
-)
-from dynmo.runtime.comm.heartbeat import end_waits
+from dynmo.runtime.comm.headers import DTYPES, TAG_COPY, bytes_of, check_announced
+from dynmo.runtime.comm.idle_channel import IdleChannel
 from dynmo.runtime.comm.rank_group import RankGroup
-from dynmo.runtime.comm.worker import Worker
 from dynmo.runtime.state.layer_tensors import Manifest
 from dynmo.runtime.state.migration import pack
-
-# Bytes that are sent at once, and seconds between two looks whether the rank waits.
-_PIECE, _LOOK = 1 << 20, 0.005
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -96,11 +85,10 @@ class Copies:
         self.held: dict[int, StepCopy] = {}
         self._former = [] if former is None else [*former._former, former.own, former.held]
         self._spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
-        self._copied, self._must_hurry = threading.Event(), threading.Event()
+        self._copied = threading.Event()
         self._copied.set()
-        self._sender = Worker("copies out", threaded=True)
-        self._receiver = Worker("copies in", threaded=source is not None)
-        self._under_way: list[threading.Event] = []
+        self._peers = [rank for rank in (source, target) if rank is not None]
+        self._channel = IdleChannel(everyone, TAG_COPY, "the copies of layers")
 
     # -- the rank's thread -------------------------------------------------------------------------
 
@@ -115,7 +103,7 @@ class Copies:
 
         Parameters and moments may change once `wait_copied` returns, and all else once this does.
         """
-        assert not self._under_way, "the copy before is complete"
+        assert self._channel.is_idle, "the copy before is complete"
         self._forget()
         last = self.own.get(max(self.own, default=-1))
         copy, jobs = StepCopy(step, state), list[Callable[[], None]]()
@@ -129,9 +117,10 @@ class Copies:
                 likes = before.tensors
             copied = copy.layers[key] = LayerCopy(text, [])
             flags = changed[key] = list[bool]()
-            for record, tensor, like in zip(_records(text), tensors, likes, strict=True):
+            records = Manifest.model_validate_json(text).tensors
+            for record, tensor, like in zip(records, tensors, likes, strict=True):
                 at = len(copied.tensors)
-                is_lazy = tensor.device.type == "cpu" and record in ("parameter", "moment")
+                is_lazy = tensor.device.type == "cpu" and record.stays_in_step
                 copied.tensors.append(tensor)
                 flags.append(True)
 
@@ -150,37 +139,19 @@ class Copies:
                     job()
         self.own[step] = copy
         self._copied.clear()
-        self._must_hurry.clear()
-        sent = threading.Event()
-        self._under_way.append(sent)
-        self._sender.submit(lambda: self._copy_and_send(copy, jobs, changed, sent))
-        if self._source is not None:
-            got = threading.Event()
-            self._under_way.append(got)
-            self._receiver.submit(lambda: self._receive(step, got))
+        self._channel.begin()
+        self._channel.send_by(lambda: self._copy_and_send(copy, jobs, changed), self._peers)
+        source = self._source
+        if source is not None:
+            self._channel.receive_by(lambda: self._receive(step, source), source)
 
     def wait_copied(self) -> None:
         """Waits until weights may change."""
-        self._wait(self._copied)
+        self._channel.wait_for(self._copied, self._peers)
 
     def wait(self) -> None:
         """Waits until the newest copies of this rank are sent and received."""
-        self._must_hurry.set()
-        for event in self._under_way:
-            self._wait(event)
-        self._under_way.clear()
-
-    def _wait(self, event: threading.Event) -> None:
-        if event.is_set():
-            return
-        peers = [rank for rank in (self._source, self._target) if rank is not None]
-        with self._everyone.waiting(peers or None, "the copies of layers") as wait:
-            while not event.wait(0.02):
-                for worker in (self._sender, self._receiver):
-                    if worker.error is not None:
-                        raise worker.error from None
-                if wait.is_over:
-                    raise self._everyone.late(peers or None, "the copies of layers", wait)
+        self._channel.wait()
 
     def _forget(self) -> None:
         """Drops all copies but the newest, which is complete on every rank now."""
@@ -199,13 +170,7 @@ class Copies:
 
     def close(self) -> None:
         """Ends the threads, and all waits of this rank in the generation if one is under way."""
-        self._must_hurry.set()
-        busy = not all(event.is_set() for event in self._under_way)
-        group = self._everyone.everyone.group
-        if busy and group is not None:
-            end_waits(group)
-        for worker in (self._sender, self._receiver):
-            worker.close()
+        self._channel.close()
 
     def steps(self) -> dict[int, list[StepCopy]]:
         """Returns the copies that are here, those of earlier generations included, by step."""
@@ -246,11 +211,7 @@ class Copies:
         return torch.empty(shape, dtype=dtype)
 
     def _copy_and_send(
-        self,
-        copy: StepCopy,
-        jobs: Sequence[Callable[[], None]],
-        changed: dict[Key, list[bool]],
-        sent: threading.Event,
+        self, copy: StepCopy, jobs: Sequence[Callable[[], None]], changed: dict[Key, list[bool]]
     ) -> None:
         for job in jobs:
             job()
@@ -258,62 +219,28 @@ class Copies:
         self._copied.set()
         if self._target is not None:
             self._send(copy, changed, self._target)
-        sent.set()
 
     def _send(self, copy: StepCopy, changed: dict[Key, list[bool]], target: int) -> None:
         index = _Index(
             step=copy.step,
             layers=[(*key, each.text.decode(), changed[key]) for key, each in copy.layers.items()],
         )
-        text = torch.frombuffer(bytearray(index.model_dump_json().encode()), dtype=torch.uint8)
-        self._put(torch.tensor([len(text)]), target)
-        self._put(text, target)
+        self._channel.put_text(index.model_dump_json().encode(), target)
         for key, each in copy.layers.items():
             for tensor, is_new in zip(each.tensors, changed[key], strict=True):
-                if is_new and tensor.numel():
-                    for piece in as_bytes(tensor).split(_PIECE):
-                        self._await_idleness()
-                        self._put(piece, target)
+                if is_new:
+                    self._channel.put_tensor(tensor, target)
 
-    def _await_idleness(self) -> None:
-        """Waits until the rank's own thread waits for others, or for this one."""
-        heartbeat = self._everyone.everyone.heartbeat
-        while heartbeat is not None and not heartbeat.is_waiting and not self._must_hurry.is_set():
-            self._must_hurry.wait(_LOOK)
-            if heartbeat.verdict is not None:
-                return
-
-    def _put(self, tensor: Tensor, target: int) -> None:
-        everyone = self._everyone
-        self._finish(everyone.send(tensor, target, TAG_COPY), target)
-
-    def _get(self, tensor: Tensor, source: int) -> Tensor:
-        if tensor.numel():
-            self._finish(self._everyone.receive(tensor, source, TAG_COPY), source)
-        return tensor
-
-    def _finish(self, work: dist.Work, peer: int) -> None:
-        """Waits without a limit: the rank's own thread has one."""
-        try:
-            work.wait(self._everyone.limit)
-        except RuntimeError as error:
-            self._everyone.fail(error, [peer], "the copies of layers")
-
-    def _receive(self, step: int, got: threading.Event) -> None:
-        source, cpu = self._source, torch.device("cpu")
-        assert source is not None
-        length = int(self._get(torch.zeros(1, dtype=torch.int64), source))
-        what = f"the copies of {self._everyone.describe_rank(source)}"
-        check_announced(length, cpu, what)
-        text = self._get(torch.empty(length, dtype=torch.uint8), source)
-        index = _Index.model_validate_json(text.numpy().tobytes())
+    def _receive(self, step: int, source: int) -> None:
+        index = _Index.model_validate_json(self._channel.get_text(source))
         assert index.step == step, "all ranks copy the same step"
+        what = f"the copies of {self._everyone.describe_rank(source)}"
         last, copy = self.held.get(max(self.held, default=-1)), StepCopy(step)
         for layer, replica, manifest, changed in index.layers:
             key, data = (layer, replica), manifest.encode()
             before = None if last is None else last.layers.get(key)
             spec = _spec(data)
-            check_announced(bytes_of(spec), cpu, what)
+            check_announced(bytes_of(spec), torch.device("cpu"), what)
             tensors = list[Tensor]()
             for at, (one, is_new) in enumerate(zip(spec, changed, strict=True)):
                 if not is_new:
@@ -321,28 +248,17 @@ class Copies:
                     tensors.append(before.tensors[at])
                     continue
                 room = self._room(one[0], torch.Size(one[1]))
-                for piece in as_bytes(room).split(_PIECE) if room.numel() else ():
-                    self._get(piece, source)
+                self._channel.get_tensor(room, source)
                 tensors.append(room)
             copy.layers[key] = LayerCopy(data, tensors)
         copy.is_complete = True
         self.held[step] = copy
-        got.set()
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
     dtype = _BITS.get(tensor.element_size(), torch.uint8)
     flat = tensor.contiguous().view(-1), other.view(-1)
     return torch.equal(flat[0].view(dtype), flat[1].view(dtype))
-
-
-def _records(text: bytes) -> list[str]:
-    """Returns what each tensor of a manifest is. Only "parameter" and "moment" stay in a step."""
-    out = list[str]()
-    for record in Manifest.model_validate_json(text).tensors:
-        is_moment = record.section == "optimizer" and ":" not in record.name
-        out.append("moment" if is_moment else record.section)
-    return out
 
 
 def _spec(text: bytes) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:

@@ -42,6 +42,12 @@ class TensorRecord(BaseModel):
     shape: list[NonNegativeInt]
     requires_grad: bool = False
 
+    @property
+    def stays_in_step(self) -> bool:
+        """Whether F, B and W leave it as it is: a weight or a moment."""
+        is_moment = self.section == "optimizer" and ":" not in self.name
+        return is_moment or self.section == "parameter"
+
 
 class Manifest(BaseModel):
     """List of the tensors of one layer, in the order in which the source sends them."""

@@ -15,7 +15,7 @@ not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,10 @@ Packed = tuple[bytes, list[Tensor]]
 """A layer's manifest, and its tensors in the manifest's order."""
 
 
+class NotMoved(RunError):
+    """Some rank could not give or take a layer. All stay where they were."""
+
+
 @dataclass(frozen=True)
 class Migration:
     moved_bytes: int
@@ -82,6 +86,7 @@ def exchange(
     leaving: Callable[[Move], Packed],
     check: Callable[[Move, Arrival], None],
     adopt: Callable[[list[Arrival]], None],
+    here: Mapping[int, Contents] | None = None,
 ) -> Migration:
     """Runs the moves, in layer order. All ranks call it together.
 
@@ -90,14 +95,15 @@ def exchange(
             the layer goes.
         check: Raises an error if a layer cannot come here.
         adopt: Makes the new placement live, with the layers that have arrived.
+        here: What this rank already has of each layer that comes. `leaving` leaves it out there.
 
     Raises:
-        RunError: Some rank could not give or take a layer. Every rank raises it, and the live model
+        NotMoved: Some rank could not give or take a layer. Every rank raises it, and the live model
             is untouched on all of them.
     """
     start = time.perf_counter()
     world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
-    transit = _Transit(world)
+    transit = _Transit(world, here or {})
     for move in moves:
         # Each rank exchanges every manifest, even after a failure. So no rank waits for a manifest
         # that does not come.
@@ -120,8 +126,8 @@ def exchange(
 class _Transit:
     """The layers that leave this rank or come to it, in one migration."""
 
-    def __init__(self, world: RankGroup) -> None:
-        self._world = world
+    def __init__(self, world: RankGroup, here: Mapping[int, Contents]) -> None:
+        self._world, self._here = world, here
         self._leaving: list[tuple[Move, list[Tensor]]] = []
         self._arrivals: list[tuple[Move, Arrival]] = []
         self._sends: list[tuple[dist.Work, Tensor, Move]] = []
@@ -144,29 +150,31 @@ class _Transit:
         text = _receive_text(self._world, move)
         try:
             if text:
-                arrival = unpack(text, move, self._world.device)
+                arrival = unpack(text, move, self._world.device, self._here.get(move.layer))
                 check(move, arrival)
                 self._arrivals.append((move, arrival))
         except Exception as error:
             self._failure = self._failure or error
 
     def agree(self) -> None:
-        """Raises RunError on all ranks of all replicas if one of them failed until now."""
+        """Raises NotMoved on all ranks of all replicas if one of them failed until now."""
         failures = share_failures(
             self._world.everyone, self._failure, "all ranks to be ready to move layers"
         )
         if failures:
             ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
             told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"
-            raise RunError(told) from self._failure
+            raise NotMoved(told) from self._failure
 
     def carry(self) -> list[Arrival]:
         """Sends and receives the layers' tensors. Returns the layers that have come."""
         for move, tensors in self._leaving:
             self._sends += _send(self._world, move, tensors)
         for move, arrival in self._arrivals:
-            for tensor in arrival.tensors.values():
-                _take(self._world, move, tensor)
+            here = self._here.get(move.layer, {})
+            for key, tensor in arrival.tensors.items():
+                if key not in here:
+                    _take(self._world, move, tensor)
         for work, _, move in self._sends:
             self._world.wait(work, move.target, f"room to send layer {move.layer}")
         self._world.settle()
@@ -182,8 +190,8 @@ def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> P
     return text, [t.detach().contiguous() for t in tensors.values()]
 
 
-def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
-    """Allocates the tensors that a manifest announces.
+def unpack(text: bytes, move: Move, device: torch.device, here: Contents | None = None) -> Arrival:
+    """Allocates the tensors that a manifest announces, except those that are `here`.
 
     Raises:
         RunError: The manifest is damaged, or a dtype cannot travel.
@@ -202,10 +210,12 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
                 f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; "
                 f"known are {', '.join(DTYPES)}"
             )
-    spec = tuple((DTYPES[r.dtype], tuple(r.shape)) for r in manifest.tensors)
+    here, names = here or {}, [(r.section, r.name) for r in manifest.tensors]
+    missing = [r for r in manifest.tensors if (r.section, r.name) not in here]
+    spec = tuple((DTYPES[r.dtype], tuple(r.shape)) for r in missing)
     check_announced(bytes_of(spec), device, f"layer {move.layer} from rank {move.source}")
-    names = [(r.section, r.name) for r in manifest.tensors]
-    tensors = dict(zip(names, room_for(spec, device), strict=True))
+    room = iter(room_for(spec, device))
+    tensors = {name: here[name] if name in here else next(room) for name in names}
     beside = manifest.evaluating, manifest.hooks, manifest.scalars, manifest.forms
     return Arrival(move.layer, tensors, manifest.flags, *beside)
 
