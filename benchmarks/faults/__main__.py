@@ -9,6 +9,9 @@ live        the others went on, in the same processes
 unharmed    nobody had to recover
 restarted   the launcher started the run again
 line        the run ended with one line, and `--resume` reached the digest
+
+Seconds are medians, from the fault on. The second table has in each cell the seconds until it was
+noticed and until the next step, and the steps that were repeated.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from typing import Any
 
 from benchmarks.faults import hosts
 from benchmarks.faults.draws import Draw, draw
-from benchmarks.faults.judge import FAILED, Server, Workplace, counts, summary
-from benchmarks.output import add_number, machine, markdown, parser_of
+from benchmarks.faults.judge import Server, Workplace
+from benchmarks.faults.tables import FAILED, LIVE, UNHARMED, counts, summary, tables
+from benchmarks.output import add_number, machine, parser_of, print_tables
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,7 +111,7 @@ class Fuzzer:
                 print(json.dumps(row), file=log)
         failed = sum(each["how"] == FAILED for each in self._rows)
         counted = [each for each in self._rows if counts(each)]
-        live = sum(each["how"] in ("live", "unharmed") for each in counted)
+        live = sum(each["how"] in (LIVE, UNHARMED) for each in counted)
         seconds = time.monotonic() - self._start
         print(
             f"[{len(self._rows)}/{self._total}] {row['how']:9} {drawn} ({row['seconds']:.1f} s; "
@@ -126,28 +130,20 @@ def read_rows(files: list[Path]) -> list[dict[str, Any]]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    rows = [
-        [cell["phase"], cell["kind"]]
-        + [str(cell[key]) for key in ("draws", "live", "unharmed", "restarted", "line", "failed")]
-        + ["" if cell[key] is None else f"{cell[key]:.2f}" for key in ("noticed", "next_step")]
-        + ["" if cell["repeated"] is None else f"{cell['repeated']:g}"]
-        for cell in sorted(figures["table"], key=lambda cell: (cell["phase"], cell["kind"]))
-    ]
-    head = ["phase", "fault", "draws", "live", "unharmed", "restarted", "line", "failed"]
-    head += ["noticed after s", "next step after s", "steps repeated"]
-    print(markdown(head, rows, "ll" + "r" * 9))
+    print_tables(tables(figures))
     share, counted = figures["live_share"], figures["kills_and_stops"]
     if share is not None:
-        print(f"\nkills and stops of one rank after the first step: {counted}, {share:.1%} live")
+        print(f"kills and stops of one rank after the first step: {counted}, {share:.1%} live")
     failed = figures["failed"]
-    print(f"{figures['draws']} draws of seed {figures['seed']}, {len(failed)} failed: {failed}")
+    print(f"{figures['draws']} draws of seed {figures['seeds']}, {len(failed)} failed: {failed}")
 
 
 def main() -> int:
     options = _parser().parse_args()
     print(f"seed {options.seed}", file=sys.stderr)
     rows = read_rows(options.read) if options.read else Fuzzer(options).run()
-    figures = {"seed": options.seed, **summary(rows), "machine": machine()}
+    seeds = sorted({row["seed"] for row in rows})
+    figures = {"seeds": seeds, **summary(rows), "machine": machine()}
     if options.json:
         print(json.dumps(figures))
     else:

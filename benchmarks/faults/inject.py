@@ -23,7 +23,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from dynmo import Dynamism
+from dynmo import Dynamism, Layers
 
 PHASES = {
     "rendezvous": "dynmo.runtime.comm.meeting.Meeting._meet",
@@ -149,6 +149,12 @@ class Strikes(Dynamism):
 
     def __init__(self) -> None:
         enter(os.environ)
+
+    def act(self, step: int, layers: Layers) -> None:
+        pass
+
+    def acts(self, step: int) -> bool:
+        return False
 
 
 def _patch(target: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

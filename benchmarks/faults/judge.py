@@ -11,20 +11,20 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import tomli_w
 
 from benchmarks.faults import hosts, inject
-from benchmarks.faults.draws import RUNS, STEPS, TIMEOUT, Draw, Fault, Run, Tables
+from benchmarks.faults.draws import RUNS, Draw, Run, Tables
+from benchmarks.faults.inject import Fault
+from benchmarks.faults.tables import FAILED, LINE, LIVE, RESTARTED, UNHARMED
 from dynmo.errors import RunError
 
 LIMIT = 90.0
 """Seconds after which a run hangs. Each wait ends after `parallel.timeout`, and restarts follow."""
 DISK = 3
 """Megabytes of a disk that gets full."""
-LIVE, RESTARTED, UNHARMED, LINE, FAILED = "live", "restarted", "unharmed", "line", "failed"
 
 
 class Server:
@@ -246,39 +246,3 @@ def _times(
     if later:
         row["next_step"] = later[0] - begin
     return row
-
-
-def counts(row: dict[str, Any]) -> bool:
-    """Whether a row is a kill or a stop of one rank after the first step."""
-    one = row["kind"] in ("kill", "stop", "stop for a while")
-    return one and bool(row["struck"]) and 0 < row.get("at_step", 0) < STEPS
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures of all rows."""
-    counted = [row for row in rows if counts(row)]
-    live = [row for row in counted if row["how"] in (LIVE, UNHARMED)]
-    table = list[dict[str, Any]]()
-    for kind, phase in dict.fromkeys((row["kind"], row["phase"]) for row in rows):
-        same = [row for row in rows if (row["kind"], row["phase"]) == (kind, phase)]
-        table.append({"kind": kind, "phase": phase, "draws": len(same), **_cell(same)})
-    return {
-        "draws": len(rows),
-        "failed": sorted(row["number"] for row in rows if row["how"] == FAILED),
-        "kills_and_stops": len(counted),
-        "live_share": len(live) / len(counted) if counted else None,
-        "timeout": TIMEOUT,
-        "table": sorted(table, key=lambda cell: (cell["kind"], cell["phase"])),
-    }
-
-
-def _cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ways = {
-        how: sum(row["how"] == how for row in rows)
-        for how in (LIVE, UNHARMED, RESTARTED, LINE, FAILED)
-    }
-    middle: dict[str, Any] = {}
-    for key in ("noticed", "next_step", "repeated"):
-        values = [row[key] for row in rows if key in row]
-        middle[key] = round(median(values), 3) if values else None
-    return ways | middle

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.faults import hosts, steady
 from benchmarks.faults.draws import KINDS, RUNS, Draw, draw
 from benchmarks.faults.inject import PHASES, Fault, is_known
-from benchmarks.faults.judge import LINE, LIVE, RESTARTED, UNHARMED, Server, Workplace, summary
+from benchmarks.faults.judge import Server, Workplace
+from benchmarks.faults.tables import LINE, LIVE, RESTARTED, UNHARMED, summary, tables
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,12 @@ def test_figures_count_kills_and_stops_of_one_rank_after_the_first_step() -> Non
     )
     assert (figures["kills_and_stops"], figures["live_share"]) == (3, 2 / 3)
     assert figures["failed"] == [5]
-    kills = figures["table"][0]
+    kills = figures["kinds"][0]
     assert (kills["kind"], kills["draws"], kills["noticed"]) == ("kill", 3, 0.2)
     assert (kills["next_step"], kills["repeated"]) == (0.9, 1)
+    assert (
+        "| F | 0.20 / 0.90 / 1 | none | - / 9.00 / 5 | none |" in tables(figures)["faults by phase"]
+    )
 
 
 def test_restarts_by_hand_by_arithmetic() -> None:
