@@ -65,6 +65,7 @@ class NewcomerState(BaseModel):
         costs: Costs of the layers, for schedules that are made from costs.
         reference: Seconds that a step took at first. `elastic.repack` compares with it.
         microbatches: Microbatches of a step from now on, over all replicas.
+        former: The mesh to which the run goes back after a fault, as the arguments of `NextMesh`.
         groups: Layers whose weights are spread over replicas: (layer, holders of each group).
     """
 
@@ -80,6 +81,7 @@ class NewcomerState(BaseModel):
     costs: tuple[LayerCost, ...] | None
     reference: float | None
     microbatches: int
+    former: tuple[int, int, tuple[int, ...], int, str] | None = None
     groups: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:

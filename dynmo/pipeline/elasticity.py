@@ -35,7 +35,7 @@ from dynmo.pipeline.options import PipelineOptions
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.resizing import NextMesh, ResizeFailed, Resizing
 from dynmo.pipeline.results import STOP
-from dynmo.plan.partition import kept_ranks
+from dynmo.plan.partition import Partition, kept_ranks
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.meeting import meeting_of
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -47,6 +47,8 @@ from dynmo.signals import is_asked_to_stop
 LOOK = 2
 # Most seconds for which rank 0 waits for newcomers before it tells the other ranks how many came.
 _PIECE = 1.0
+# Growths that may fail in a row before no other ranks are asked for, in place of lost ones.
+_MOST_FAILURES = 3
 
 
 class Elasticity:
@@ -62,6 +64,7 @@ class Elasticity:
         rebalancer: Rebalancer,
         identity: Identity,
         reference: float | None = None,
+        former: tuple[int, int, tuple[int, ...], int, str] | None = None,
     ) -> None:
         self.options, self._pipeline, self._rebalancer = options, pipeline, rebalancer
         self._identity, self.reference = identity, reference
@@ -78,8 +81,14 @@ class Elasticity:
         # GPU-seconds that ranks were away, until `_since`.
         self._returned, self._since = 0.0, time.monotonic()
         self._events: list[Event] = []
-        # The mesh before a fault, to which the run goes back. None: it is as it is.
+        # The mesh before a fault, to which the run goes back while it has fewer ranks.
         self._former: NextMesh | None = None
+        if former is not None:
+            ranks, replicas, counts, microbatches, reason = former
+            self._former = NextMesh(ranks, replicas, Partition(counts), microbatches, reason)
+        self._failures = 0  # growths that failed in a row
+        # Generation in which ranks have joined last. 0 if none has since the last fault.
+        self.grown = 0
         # Whether no newcomer may come now.
         self.waits = False
         # True if this rank is out of the run.
@@ -117,16 +126,26 @@ class Elasticity:
         self._returned += (self._most_ranks - len(stay) - len(left)) * (moment - self._since)
         self._since, self._pipeline, self._rebalancer = moment, engine, rebalancer
         self.options, self._must_decide, self._refused, self.waits = options, False, 0, False
-        if former.ranks > everyone.size:
+        # Only some of these ranks may have come to a change of the last steps.
+        self._stops, self.grown = False, 0
+        if self._former is None or former.ranks >= self._former.ranks:
             self._former = former
+        lost = self._lost_mesh
+        self._postponed = None if lost is None else lost.shape
         if not everyone.leads:
             return
         if self._newcomers is None:
             self._open_entrance(Handover(), after_fault=True)
         assert self._newcomers is not None
         self._newcomers.on_resize(stay, left)
-        if self._former is not None:
-            self._newcomers.start(self._former.ranks - everyone.size - self._newcomers.waiting)
+        if lost is not None:
+            self._newcomers.start(lost.ranks - everyone.size - self._newcomers.waiting)
+
+    @property
+    def _lost_mesh(self) -> NextMesh | None:
+        """The mesh before a fault, while ranks are missing for it."""
+        former = self._former
+        return former if former is not None and former.ranks > self._everyone.size else None
 
     @property
     def _everyone(self) -> RankGroup:
@@ -161,7 +180,8 @@ class Elasticity:
 
     def _is_welcome(self, waiting: int) -> bool:
         elastic, size = self.options.elastic, self._everyone.size
-        if self._former is not None and size + waiting >= self._former.ranks:
+        lost = self._lost_mesh
+        if lost is not None and size + waiting >= lost.ranks:
             return True
         if not waiting:
             self._refused = 0
@@ -206,11 +226,9 @@ class Elasticity:
         if not self.acts(step):
             return False
         self._must_decide, size = False, self._everyone.size
-        if self._former is not None:
-            former, self._former = self._former, None
-            if size + self._known_to_first()[0] >= former.ranks:
-                return self._grow(step, former, state)
-            self._former = former
+        lost = self._lost_mesh
+        if lost is not None and size + self._known_to_first()[0] >= lost.ranks:
+            return self._grow(step, lost, state)
         mesh = self._planned(step) if self.options.elastic.reshape_at else self._ask_planner(step)
         if mesh is None or mesh.ranks == size:
             return False
@@ -359,6 +377,8 @@ class Elasticity:
         self._since, self._most_ranks = moment, max(self._most_ranks, mesh.ranks)
         self._given_up = min(self._given_up, self._most_ranks - mesh.ranks)
         self._wanted_ranks, self._refused, self._must_decide = None, 0, False
+        if mesh.ranks < before[0]:
+            self._former = None
         number, result = self._rebalancer.on_resize(step, mesh.gain, seconds)
         change = event(
             step,
@@ -400,7 +420,12 @@ class Elasticity:
             self._postponed = mesh.shape
             self._rebalancer.on_resize(step, None)
             self._tell(FaultEvent(step, str(error)))
+            self._failures += 1
+            lost = self._lost_mesh
+            if self._newcomers is not None and lost is not None and self._failures < _MOST_FAILURES:
+                self._newcomers.start(lost.ranks - before[0] - self._newcomers.waiting)
             return True
+        self._failures, self.grown = 0, self._everyone.generation
         if self._newcomers is not None:
             self._newcomers.on_resize([*self._places_before, *joined])
         names = tuple(map(str, joined))
@@ -419,7 +444,7 @@ class Elasticity:
         self._places_before = self._places()
         if self._newcomers is None:
             return []
-        pipeline, size = self._pipeline, self._everyone.size
+        pipeline, size, lost = self._pipeline, self._everyone.size, self._former
         layout, spread = pipeline.store.layout, CaseContext(pipeline).spread
         groups = {} if spread is None else spread.placements
         message = NewcomerState(
@@ -434,6 +459,9 @@ class Elasticity:
             costs=pipeline.schedule_maker.known,
             reference=self.reference,
             microbatches=mesh.microbatches,
+            former=None
+            if lost is None
+            else (*lost.shape, lost.partition.counts, lost.microbatches, lost.reason),
             groups=tuple((layer, each.holders) for layer, each in sorted(groups.items())),
         )
         ranks = range(size, mesh.ranks)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 from dynmo.counterparts import names_checked
@@ -23,6 +24,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.rows import batches_of
 from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.views import MeshView
 from dynmo.runtime.comm.agreement import agree, maxima, raised_on_all, share_texts
 
 _DEFAULT = DataOptions()
@@ -125,9 +127,13 @@ class Loader:
         self._held_out: Records | None = None
         self._batches: SampleBatches | None = None
         self._ahead: Ahead[list[Microbatch]] | None = None
-        if batching == "packed":
-            self._check_packing()
-        self._open(state or {"step": 0})
+        self._met = 0  # the generation in which the ranks have compared their data last
+        # The last batches that were drawn, by the step of the pipeline that they were drawn for. A
+        # fault goes back by up to two copies.
+        self._kept = 2 * pipeline.options.elastic.recover_every + 2
+        self._drawn: dict[int, int] = {}
+        self._can_pack = batching != "packed"
+        self._open(state or {"step": 0}, is_new=True)
 
     def __repr__(self) -> str:
         source = f'"{self._source}"' if isinstance(self._source, str) else "records"
@@ -140,25 +146,34 @@ class Loader:
         mesh = self._pipeline.mesh
         options = mesh.model.options
         with raised_on_all(mesh.world, ConfigError, "whether samples can be packed"):
-            if options is not None and options.kind == "hf":
+            if not self._can_pack and options is not None and options.kind == "hf":
                 check_packing(cast(Any, mesh.model), list(mesh.modules))
 
     def _place(self) -> tuple[int, ...]:
         """What the batches of this rank depend on, besides the step. It changes on all ranks."""
         mesh = self._pipeline.mesh
-        return (*mesh.shape, mesh.microbatches, *mesh.ends)
+        return (*mesh.shape, mesh.microbatches, *mesh.ends, mesh.replica)
 
-    def _open(self, state: Mapping[str, Any]) -> None:
-        """Begins to read where rank 0 says. All ranks call it together."""
+    def _open(self, state: Mapping[str, Any], *, is_new: bool = False) -> None:
+        """Begins to read, where rank 0 says if the ranks compare their data.
+
+        They do if some rank has read nothing so far, and call it together. After a fault all have,
+        and a rank goes on by itself: another one may have drawn its next batch already.
+        """
         self.close()
         pipeline, options = self._pipeline, self._options
-        world = pipeline.mesh.world
-        self._opened = self._place()
-        texts = share_texts(world, json.dumps(state), "the position in the data")
-        state = json.loads(texts[0])
+        mesh, place, generation = pipeline.mesh, self._place(), pipeline.mesh.world.generation
+        elastic = pipeline.options.elastic
+        compares = is_new or elastic.recover == "none" or mesh.grown > self._met
+        if compares and options.batching == "packed":
+            mesh.together(self._check_packing)
+            self._can_pack = True
+        if compares:
+            text, what = json.dumps(state), "the position in the data"
+            state = json.loads(mesh.together(lambda: share_texts(mesh.world, text, what)[0]))
         self._step, position = int(state["step"]), state.get("position")
-        # The last batches that were drawn, by the step of the pipeline that they were drawn for.
-        self._drawn: dict[int, int] = {}
+        if is_new:
+            self._drawn.clear()
         digest, length, others = None, 0, 0
         if pipeline.needs_data:
             if self._held_out is None and self._own_source is not None:
@@ -172,8 +187,9 @@ class Loader:
             length, digest = len(self._records), _digest(self._records)
             if self._held_out is not None:
                 others, digest = len(self._held_out), digest + _digest(self._held_out)
-        agree(world, digest, "the data (data.source)")
-        length, others = map(int, maxima(world, (length, others)))
+        if compares:
+            length, others = compared(mesh, digest, (length, others))
+            self._met = generation
         if not options.streaming:
             shares = options.held_out_share, others
             order = Order(length, self._global_batch, 1, self._seed, options.shuffle, *shares)
@@ -192,15 +208,22 @@ class Loader:
                 sequence=self._sequence,
                 seed=self._seed,
             )
-            self._ahead, self._waited = Ahead(self._make), 0.0
+            # A thread reads ahead. It must not look at a mesh that changes meanwhile.
+            self._ahead, self._waited = Ahead(partial(self._make, self._part)), 0.0
         count = HELD_OUT if options.streaming else held_out_of(length, options.held_out_share)
         source = self._own_source or self._source
         self.evaluates_on = held_out_text(source, others or count, "samples")
+        self._opened = place
 
-    def _make(self, step: int) -> list[Microbatch]:
-        assert self._batches is not None
+    @property
+    def _part(self) -> slice:
+        """The microbatches of this rank's replica among those of a step."""
         count, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
-        return self._batches.train(step, slice(replica * count, (replica + 1) * count))
+        return slice(replica * count, (replica + 1) * count)
+
+    def _make(self, part: slice, step: int) -> list[Microbatch]:
+        assert self._batches is not None
+        return self._batches.train(step, part)
 
     def __iter__(self) -> Iterator[list[Microbatch] | None]:
         return self
@@ -211,12 +234,12 @@ class Loader:
         Raises:
             ConfigError: A sample is broken, or the source cannot be read any more.
         """
-        if self._place() != self._opened:
+        if self._place() != self._opened or self._pipeline.mesh.grown > self._met:
             self._open(self._position(self._step))
         step, ahead = self._step, self._ahead
         if self.steps is not None and step >= self.steps:
             raise StopIteration
-        self._drawn = dict([*self._drawn.items(), (self._pipeline.steps, step)][-2:])
+        self._drawn = dict([*self._drawn.items(), (self._pipeline.steps, step)][-self._kept :])
         if ahead is None or self._batches is None:
             self._step += 1
             return None
@@ -237,7 +260,7 @@ class Loader:
         """
         if step not in self._drawn or self._batches is None or self._options.streaming:
             return None
-        return [self._to_device(each) for each in self._make(self._drawn[step])]
+        return [self._to_device(each) for each in self._make(self._part, self._drawn[step])]
 
     def held_out(self, microbatches: int) -> list[Microbatch] | None:
         """Returns so many microbatches to evaluate on, the same every time."""
@@ -273,7 +296,7 @@ class Loader:
 
         `{"step": n}` is enough. A stream is then read from the beginning.
         """
-        self._open(state)
+        self._open(state, is_new=True)
 
     def close(self) -> None:
         """Ends reading ahead."""
@@ -290,3 +313,17 @@ def _digest(records: Records) -> bytes:
             return str(error)
 
     return f"{len(records)} {end(0)} {end(len(records) - 1)}".encode()
+
+
+def compared(mesh: MeshView, digest: bytes | None, lengths: Sequence[int]) -> list[int]:
+    """Returns the lengths of data after all ranks have compared theirs. None: a rank has none.
+
+    Raises:
+        RunError: Ranks read different data.
+    """
+
+    def compare() -> list[int]:
+        agree(mesh.world, digest, "the data (data.source)")
+        return [int(length) for length in maxima(mesh.world, lengths)]
+
+    return mesh.together(compare)

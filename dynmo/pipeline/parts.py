@@ -293,7 +293,7 @@ class Parts:
         if self.options.learning_rate is None:
             self.optimizer.restore(state["groups"])
         self.outside = None
-        self._watch(newcomer.reference)
+        self._watch(newcomer.reference, newcomer.former)
         if self.changes.tracer is not None:
             self.changes.tracer.keep_around()
 
@@ -329,14 +329,18 @@ class Parts:
         engine.pending.take_failed()  # an earlier training may have left it
         self.changes.tell_barrier(step)
 
-    def _watch(self, reference: float | None) -> None:
+    def _watch(
+        self,
+        reference: float | None,
+        former: tuple[int, int, tuple[int, ...], int, str] | None = None,
+    ) -> None:
         """Watches ranks and ops, if that is wanted."""
         changes, engine = self.changes, self.engine
         if self._watches_ranks:
             from dynmo.pipeline.elasticity import Elasticity
 
             changes.elastic = Elasticity(
-                changes.options, engine, changes.rebalancer, self.identity, reference
+                changes.options, engine, changes.rebalancer, self.identity, reference, former
             )
         if self._trace:
             changes.tracer = self.new_tracer()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from dynmo.schedule.op import Schedule
 if TYPE_CHECKING:
     from dynmo.cost.costs_file import Profile
     from dynmo.plan.decide import DecisionRecord
+
+
+T = TypeVar("T")
 
 
 class _View:
@@ -103,6 +106,17 @@ class MeshView(_View):
     def identity(self) -> Identity:
         """What decides the numbers of the training: versions, code, layers."""
         return self._parts.identity
+
+    @property
+    def grown(self) -> int:
+        """Generation in which ranks have joined last. 0 if none has since the last fault."""
+        elastic = self._changes.elastic
+        return 0 if elastic is None else elastic.grown
+
+    @surviving
+    def together(self, run: Callable[[], T]) -> T:
+        """Runs what all ranks do together and what changes nothing here. A fault repeats it."""
+        return run()
 
 
 @dataclass(frozen=True)

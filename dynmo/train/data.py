@@ -25,7 +25,7 @@ from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
 from dynmo.models.rows import batches_of
-from dynmo.runtime.comm.agreement import agree, maxima
+from dynmo.pipeline.loader import compared
 
 
 def order_of(config: Config, lengths: Sequence[int]) -> Order:
@@ -119,23 +119,27 @@ def _digest(corpus: Corpus) -> bytes:
 class TextLoader:
     """Reads the text of one mesh. A reshape, or a move of an end, makes it anew.
 
-    Only the ranks that hold the first or the last layer read data. They compare the data that they
-    read.
+    Only the ranks that hold the first or the last layer read data, or all with `elastic.recover`.
+
+    Args:
+        compares: Whether the ranks that read compare their data. All call it together then.
     """
 
     fault = None  # a window is never broken
 
-    def __init__(self, config: Config, pipeline: Pipeline, model: Model) -> None:
-        world = pipeline.mesh.world
-        self._steps, self._device, self._pipeline = config.train.steps, world.device, pipeline
+    def __init__(
+        self, config: Config, pipeline: Pipeline, model: Model, compares: bool = True
+    ) -> None:
+        device = pipeline.mesh.world.device
+        self._steps, self._device, self._pipeline = config.train.steps, device, pipeline
         train, data, options = config.train, config.data, model.options or config.model
         self._batches: Batches | None = None
         for source in data.sources:
             check_tokens(source, options)
-        digest, lengths = None, (0,) * len(data.sources)
+        digest, lengths = None, [0] * len(data.sources)
         if pipeline.needs_data:
             corpora = [open_text(source, options) for source in data.sources]
-            lengths = tuple(map(len, corpora))
+            lengths = [*map(len, corpora)]
             self._batches = Batches(
                 corpora[0],
                 config.model.sequence,
@@ -147,8 +151,9 @@ class TextLoader:
                 held_out=corpora[1] if len(corpora) > 1 else data.held_out_share,
             )
             digest = b"".join(map(_digest, corpora))
-        agree(world, digest, "the data (data.source)")
-        self._order = order_of(config, [int(length) for length in maxima(world, lengths)])
+        if compares:
+            lengths = compared(pipeline.mesh, digest, lengths)
+        self._order = order_of(config, lengths)
         self.evaluates_on = held_out_text(
             data.sources[-1], self._order.held_out_windows, "sequences"
         )
@@ -227,15 +232,21 @@ class SampleLoader(Loader):
 
 
 def open_data(
-    config: Config, pipeline: Pipeline, model: Model, state: Mapping[str, Any] | None = None
+    config: Config,
+    pipeline: Pipeline,
+    model: Model,
+    state: Mapping[str, Any] | None = None,
+    compares: bool = True,
 ) -> TextLoader | SampleLoader:
     """Returns the data of a run. Samples go on from a state, or from the pipeline's step.
+
+    `compares` is that of `TextLoader`.
 
     Raises:
         ConfigError: The data cannot be read, or the model cannot be trained on it.
     """
     if not config.data.has_samples:
-        return TextLoader(config, pipeline, model)
+        return TextLoader(config, pipeline, model, compares)
     return SampleLoader(
         pipeline,
         config.data.source,

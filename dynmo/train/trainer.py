@@ -133,6 +133,7 @@ class Trainer:
                 f"{end}: nothing is left to train; its loss is {self.pipeline.measured.loss:.6f}"
             )
         self._mesh: tuple[int, ...] | None = None
+        self._met = 0  # the generation in which the ranks have compared their data last
         if not self.pipeline.left:
             with said_while(world.rank, "reads its data"):
                 self._follow_mesh()
@@ -276,21 +277,24 @@ class Trainer:
                     raise
                 raise RunError(str(error)) from error  # not wrong input, because steps have run
             if self.pipeline.left:
-                seconds, step = time.perf_counter() - start, self.pipeline.steps
-                if self._leads:
-                    _logger.warning(f"rank 0 has left after step {step}; another rank goes on")
-                return RunResult(
-                    self.pipeline.measured.loss, "", "", seconds, False, step, (), left=True
-                )
+                return self._left(time.perf_counter() - start)
         result = self.finish(time.perf_counter() - start, interrupted)
-        is_short = interrupted and result.steps < self.config.train.steps
+        is_short = interrupted and not result.left and result.steps < self.config.train.steps
         if is_short and self.config.data.has_samples:
             self._check_samples()
         return result
 
+    def _left(self, seconds: float) -> RunResult:
+        """Returns the result of a rank that has left the run."""
+        loss, step = self.pipeline.measured.loss, self.pipeline.steps
+        if self._leads:
+            _logger.warning(f"rank 0 has left after step {step}; another rank goes on")
+        return RunResult(loss, "", "", seconds, False, step, (), left=True)
+
     def _check_samples(self) -> None:
         """Raises RunError on every rank if a broken sample has ended the run."""
-        told = share_failures(self._world, self._data.fault, "whether a sample is broken")
+        fault, what = self._data.fault, "whether a sample is broken"
+        told = self.pipeline.mesh.together(lambda: share_failures(self._world, fault, what))
         for text in told.values():
             raise RunError(text)
 
@@ -319,13 +323,15 @@ class Trainer:
         if self._must_evaluate or interrupted or step == train.steps:
             # A wish to stop may be found in any of the results.
             interrupted |= self._finish(pipeline.drain())
-        if self._must_evaluate:
+        if self._must_evaluate and not pipeline.left:
             self._evaluate_and_save(interrupted)
         return interrupted
 
     def _evaluate_and_save(self, interrupted: bool) -> None:
         """Evaluates. Saves the best so far, and a run that a stop has saved before."""
         self._evaluate()
+        if self.pipeline.left:
+            return
         options, step = self.config.checkpoint, self.pipeline.steps
         best = step if options.keep_best and self._lowest.step == step else None
         # A stop has saved before, in case that time runs out now.
@@ -343,7 +349,7 @@ class Trainer:
 
         Microbatches are of the present size.
 
-        All ranks call it together.
+        All ranks call it together, except after a fault.
         """
         pipeline, size = self.pipeline, self.pipeline.options.micro_batch
         if size is not None and size != self.config.train.micro_batch:
@@ -351,11 +357,16 @@ class Trainer:
             if self._log is not None:
                 self._log.record_micro_batch(size)
         mesh = (*pipeline.mesh.shape, *pipeline.mesh.ends)
-        if self._mesh == mesh:
+        is_new = self._mesh is None or pipeline.mesh.grown > self._met
+        if self._mesh == mesh and not is_new:
             return
         if self._mesh is None or not self.config.data.has_samples:  # samples follow by themselves
             state = pipeline.extra.get("data")
-            self._data = open_data(self.config, pipeline, self._model, state)
+            # After a fault each rank goes on by itself: all have read, and another one may have
+            # drawn its next batch already.
+            compares = is_new or self.config.elastic.recover == "none"
+            self._met = pipeline.mesh.world.generation
+            self._data = open_data(self.config, pipeline, self._model, state, compares)
         data = self.config.data
         uses = data.held_out != 0 and (data.has_samples or self.config.train.eval_every)
         if self._mesh is None and uses:
@@ -370,6 +381,8 @@ class Trainer:
         """Ends the run after the last turn, whose steps took so many seconds."""
         pipeline = self.pipeline
         self._finish(pipeline.finish())
+        if pipeline.left:
+            return self._left(seconds)
         step, digest, buffers = pipeline.steps, pipeline.digest(), pipeline.digest(buffers=True)
         trace = None if self._folder is None else self._folder / "trace.json"
         if step > self.first_step:
@@ -426,11 +439,15 @@ class Trainer:
                 shared=True,
                 samples=samples,
             )
-            return float(loss), tokens / (time.perf_counter() - start)
+            # A fault may have left this rank without a place.
+            loss = math.nan if pipeline.left else float(loss)
+            return loss, tokens / (time.perf_counter() - start)
 
         results = evaluate(dense=False)
-        if pipeline.cases.has_dense:
+        if not pipeline.left and pipeline.cases.has_dense:
             results += evaluate(dense=True)
+        if pipeline.left:
+            return
         self._evaluated = pipeline.steps
         told = EvalEvent(pipeline.steps - 1, *results, held_out=self._data.evaluates_on)
         self._tell(told)

@@ -90,6 +90,34 @@ def test_checkpoint_of_a_loop_skips_no_batch(tmp_path: Path) -> None:
         pipeline.close()
 
 
+def test_a_rank_reads_on_by_itself_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have drawn its next batch already. With newcomers, all compare anew."""
+
+    def compare(*_: object) -> None:
+        raise RunError("compared")
+
+    with dynmo.init(device="cpu") as world:
+        options = dynmo.ModelOptions(kind="hf", path=model(), sequence=32)
+        elastic = dynmo.Elastic(recover="memory", recover_every=3)
+        pipeline = dynmo.Pipeline(dynmo.load_model(options), world, microbatches=2, elastic=elastic)
+        source = [{"input_ids": [number, 2]} for number in range(40)]
+        loader = dynmo.Loader(pipeline, source, micro_batch=1, sequence=32, held_out=0)
+        drawn = [[each["input_ids"].tolist() for each in next(loader) or []] for _ in range(3)]
+        monkeypatch.setattr("dynmo.pipeline.loader.agree", compare)
+        monkeypatch.setattr(loader, "_opened", ())  # the mesh was another one
+        loader._open(loader._position(1))
+        assert [[each["input_ids"].tolist() for each in next(loader) or []]] == drawn[1:2]
+        again = loader.drawn(0)
+        assert [each["input_ids"].tolist() for each in again or []] == drawn[1]
+        found = pipeline._changes.elastic
+        assert found is not None
+        found.grown = 1
+        with pytest.raises(RunError, match="compared"):
+            next(loader)
+        loader.close()
+        pipeline.close()
+
+
 def test_wrong_options_are_one_line() -> None:
     with dynmo.init(device="cpu") as world:
         options = dynmo.ModelOptions(kind="hf", path=model(), sequence=32)
