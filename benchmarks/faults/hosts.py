@@ -13,7 +13,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_CABLE = "cable"
+CABLE = "cable"
+FIRST, SECOND = "10.69.0.1", "10.69.0.2"
 _NEWNET = 0x40000000
 _RATE = ("rate", "64kbit", "burst", "3kb", "latency", "4s")
 
@@ -38,11 +39,11 @@ def two_hosts(number: int) -> Generator[list[str]]:
     try:
         for name in names:
             _ip("netns", "add", name)
-        ends = ["name", _CABLE, "netns", names[0], "type", "veth"]
-        _ip("link", "add", *ends, "peer", "name", _CABLE, "netns", names[1])
-        for at, name in enumerate(names, 1):
-            _ip("-n", name, "addr", "add", f"10.69.0.{at}/24", "dev", _CABLE)
-            for link in (_CABLE, "lo"):
+        ends = ["name", CABLE, "netns", names[0], "type", "veth"]
+        _ip("link", "add", *ends, "peer", "name", CABLE, "netns", names[1])
+        for name, address in zip(names, (FIRST, SECOND), strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
+            for link in (CABLE, "lo"):
                 _ip("-n", name, "link", "set", link, "up")
         yield names
     finally:
@@ -65,7 +66,7 @@ def enter(name: str) -> None:
 def enter_launcher(names: Sequence[str]) -> None:
     """Moves the launcher to the first host, where its store gets that host's address."""
     enter(names[0])
-    os.environ["MASTER_ADDR"] = "10.69.0.1"
+    os.environ["MASTER_ADDR"] = FIRST
     os.environ["DYNMO_FAULTS_HOSTS"] = " ".join(names)
 
 
@@ -75,7 +76,7 @@ def enter_rank() -> None:
         names = os.environ["DYNMO_FAULTS_HOSTS"].split()
         at = int(os.environ["DYNMO_PROCESS"]) % 2
         enter(names[at])
-        os.environ["GLOO_SOCKET_IFNAME"] = _CABLE
+        os.environ["GLOO_SOCKET_IFNAME"] = CABLE
         os.environ["SLURMD_NODENAME"] = names[at]
 
 
@@ -83,16 +84,16 @@ def disturb(kind: str, name: str = "") -> None:
     """Cuts the cable, or makes it slow. Without a name this process is on a host."""
     on = ("-n", name) if name else ()
     if kind == "cut network":
-        _ip(*on, "link", "set", _CABLE, "down")
+        _ip(*on, "link", "set", CABLE, "down")
     else:
-        command = ["tc", *on, "qdisc", "replace", "dev", _CABLE, "root", "tbf", *_RATE]
+        command = ["tc", *on, "qdisc", "replace", "dev", CABLE, "root", "tbf", *_RATE]
         subprocess.run(command, check=True, capture_output=True)
 
 
 def heal(name: str) -> None:
     """Mends the cable."""
-    _ip("-n", name, "link", "set", _CABLE, "up")
-    command = ["tc", "-n", name, "qdisc", "del", "dev", _CABLE, "root"]
+    _ip("-n", name, "link", "set", CABLE, "up")
+    command = ["tc", "-n", name, "qdisc", "del", "dev", CABLE, "root"]
     subprocess.run(command, check=False, capture_output=True)
 
 
