@@ -198,8 +198,8 @@ class LaunchSection(Options):
 
     restarts: Whole | None = None
     """How often a run that fails is started again, from its newest checkpoint. A fault that comes
-    twice at the same step ends the run all the same. Under torchrun, `--max-restarts` counts. Not
-    set: 0, or 3 with `elastic.recover`."""
+    twice at one step ends it. torchrun has `--max-restarts`. Not set: 0, or 3 with
+    `elastic.recover`."""
 
 
 class CheckpointSection(SaveOptions):
