@@ -83,6 +83,11 @@ RUNS: dict[str, Run] = {
         | {"elastic": {"recover_every": 2}},
         ("W", "reduction", *_BALANCED),
     ),
+    "moves ahead": Run(
+        (3, 1),
+        {"pipeline": {"schedule": "1f1b"}, "balance": _RANDOM | {"move_ahead": True}},
+        ("reduction", *_BALANCED),
+    ),
     "chunks": Run(
         (2, 1),
         {"pipeline": {"schedule": "zb-v"}, "model": {"tied": True}},

@@ -306,10 +306,10 @@ def fill(folder: Path) -> None:
 
 
 def flip(folder: Path, seed: int) -> None:
-    """Flips a bit in a file of the newest checkpoint."""
+    """Flips a bit in a file of the newest checkpoint, if there is an older one."""
     saved = sorted(folder.glob("runs/*/checkpoints/step-??????"))
-    files = sorted(path for path in saved[-1].rglob("*") if path.is_file()) if saved else []
-    if files:
+    if len(saved) > 1:
+        files = sorted(path for path in saved[-1].rglob("*") if path.is_file())
         draw = random.Random(f"{seed} {saved[-1].name}")
         path = draw.choice(files)
         content = bytearray(path.read_bytes())

@@ -23,6 +23,7 @@ from dynmo.errors import RunError
 
 LIMIT = 90.0
 """Seconds after which a run hangs. Each wait ends after `parallel.timeout`, and restarts follow."""
+_COMMAND = ["train", "run.toml", "--json"]
 DISK = 3
 """Megabytes of a disk that gets full."""
 
@@ -97,14 +98,14 @@ class Workplace:
             if done["status"]:
                 text = (folder / "err").read_text()[-500:]
                 raise RunError(f"a run fails without a fault: {text}")
-            return _outcome(_events(folder)), done["seconds"]
+            return _outcome(folder), done["seconds"]
 
     def _start(
         self, folder: Path, config: Tables, faults: tuple[Fault, ...], **others: Any
     ) -> dict[str, Any]:
         (folder / "run.toml").write_text(tomli_w.dumps(config))
         given = [asdict(fault) for fault in faults]
-        return self._server.run(folder, ["train", "run.toml"], faults=given, limit=LIMIT, **others)
+        return self._server.run(folder, _COMMAND, faults=given, limit=LIMIT, **others)
 
     def judge(self, draw: Draw) -> dict[str, Any]:
         """Runs a draw, and returns its row."""
@@ -152,7 +153,7 @@ class Workplace:
                 problem = self._resume(folder, expected)
             row["how"] = LINE
         elif not problem:
-            problem = _difference(_outcome(events), expected)
+            problem = _difference(_outcome(folder), expected)
             recovered = any(event["event"] == "recover" for event in events)
             row["how"] = RESTARTED if restarts else LIVE if recovered else UNHARMED
         if problem:
@@ -166,12 +167,12 @@ class Workplace:
         (folder / "runs" / "filler").unlink(missing_ok=True)
         saved = list(folder.glob("runs/run/checkpoints/step-??????/manifest.json"))
         how = "--resume" if saved else "--overwrite"
-        done = self._server.run(folder, ["train", "run.toml", how], limit=LIMIT)
+        done = self._server.run(folder, [*_COMMAND, how], limit=LIMIT)
         text = (folder / "err").read_text(errors="replace")
         problem = _problem_of_end(done, text)
         if not problem and done["status"]:
             problem = f"{how} ends with status {done['status']}: {text.strip().splitlines()[-1]}"
-        return problem or _difference(_outcome(_events(folder)), expected, f"after {how} ")
+        return problem or _difference(_outcome(folder), expected, f"after {how} ")
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
@@ -188,11 +189,12 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _outcome(events: list[dict[str, Any]]) -> dict[str, Any]:
+def _outcome(folder: Path) -> dict[str, Any]:
     """Returns the digest at the end of a run, and the last loss of each step."""
-    ends = [event["weights_digest"] for event in events if event["event"] == "end"]
-    losses = {str(e["step"]): e["loss"] for e in events if e["event"] == "step"}
-    return {"digest": ends[-1] if ends else None, "losses": losses}
+    *_, last = "", *(folder / "out").read_text().splitlines()
+    printed: dict[str, Any] = json.loads(last) if last.startswith("{") else {}
+    losses = {str(e["step"]): e["loss"] for e in _events(folder) if e["event"] == "step"}
+    return {"digest": printed.get("weights_digest"), "losses": losses}
 
 
 def _difference(outcome: dict[str, Any], expected: dict[str, Any], when: str = "") -> str:
