@@ -142,6 +142,11 @@ class Elasticity:
             self._newcomers.start(lost.ranks - everyone.size - self._newcomers.waiting)
 
     @property
+    def expects_ranks(self) -> bool:
+        """Whether ranks are missing after a fault."""
+        return self._lost_mesh is not None
+
+    @property
     def _lost_mesh(self) -> NextMesh | None:
         """The mesh before a fault, while ranks are missing for it."""
         former = self._former

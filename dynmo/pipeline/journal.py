@@ -40,11 +40,13 @@ class Call:
         number: Its number among all calls, the same on every rank.
         run: Makes it.
         changes: Whether the model or the optimizer is another one afterwards.
+        has_results: Whether it returns results of steps.
     """
 
     number: int
     run: Callable[[], Any]
     changes: bool
+    has_results: bool = False
 
 
 @dataclass
@@ -52,11 +54,13 @@ class Training(Call):
     """A call that trains on a batch.
 
     Attributes:
+        is_new: Whether it was not made yet.
         rates: Options of the optimizer's groups in the step.
         replicas: Number of replicas of the mesh for which the parts are.
         parts: The parts of the batch that are here, by replica.
     """
 
+    is_new: bool = True
     replicas: int = 1
     rates: tuple[dict[str, Any], ...] | None = None
     parts: dict[int, Part] = field(default_factory=dict[int, Part])
@@ -65,19 +69,26 @@ class Training(Call):
         """Returns the part of a replica of another mesh. None if it is not here."""
         if replicas == self.replicas:
             return self.parts.get(replica)
-        count, rest = divmod(self.replicas, replicas)
-        needed = range(replica * count, (replica + 1) * count)
-        if rest or not all(at in self.parts for at in needed):
+        needed = sources(replica, replicas, self.replicas)
+        if not all(at in self.parts for at in needed):
             return None
+        # Of the parts that are joined, this replica has those rows.
+        low = replica * self.replicas - needed.start * replicas
+        share = low, low + self.replicas, len(needed) * replicas
         own = [self.parts[at] for at in needed]
         # Samples only spare work, and their numbers are those of other microbatches.
-        return Part(_join([each.inputs for each in own]), _join([each.targets for each in own]))
+        return Part(
+            _cut(_join([each.inputs for each in own]), *share),
+            _cut(_join([each.targets for each in own]), *share),
+        )
 
 
 class Survivor(Protocol):
     """Makes the calls of a loop again after a fault (`Recovery`)."""
 
-    def call(self, run: Callable[[], T], *, changes: bool) -> T: ...
+    def call(self, run: Callable[[], T], *, changes: bool, has_results: bool = False) -> T: ...
+
+    def forget(self) -> None: ...
 
     def train(
         self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
@@ -98,12 +109,18 @@ def surviving(
         recovery: Survivor | None = self._parts.recovery
         if recovery is None:
             return method(self, *args, **kwargs)
-        return recovery.call(partial(method, self, *args, **kwargs), changes=name in _CHANGES)
+        return recovery.call(
+            partial(method, self, *args, **kwargs),
+            changes=name in _CHANGES,
+            has_results=name in _RESULTS,
+        )
 
     name = method.__name__
     return run
 
 
+# Methods that return results of steps.
+_RESULTS = ("adapt", "drain", "finish")
 # Methods after which the model or the optimizer is another one.
 _CHANGES = ("adapt", "move", "freeze", "unfreeze", "load", "load_state_dict")
 
@@ -115,8 +132,8 @@ def on_host(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         named = cast("Mapping[str, Any]", batch)
         return {name: on_host(each) for name, each in named.items()}
-    if isinstance(batch, list | tuple):
-        return [on_host(each) for each in cast("Sequence[Any]", batch)]
+    if isinstance(batch, list):
+        return [on_host(each) for each in cast("list[Any]", batch)]
     return batch
 
 
@@ -130,6 +147,22 @@ def _join(parts: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [microbatch for part in parts for microbatch in part]
     return first
+
+
+def sources(replica: int, replicas: int, before: int) -> range:
+    """Returns the replicas of a mesh of `before` replicas whose parts a replica now needs."""
+    return range(replica * before // replicas, -(-(replica + 1) * before // replicas))
+
+
+def _cut(batch: Any, low: int, high: int, of: int) -> Any:
+    """Returns the share from `low` to `high` of so many of a batch."""
+    if isinstance(batch, Mapping):
+        named = cast("Mapping[str, Any]", batch)
+        return {name: _cut(each, low, high, of) for name, each in named.items()}
+    if isinstance(batch, Tensor | list):
+        rows: Any = batch
+        return rows[len(rows) * low // of : len(rows) * high // of]
+    return batch
 
 
 # -- batches travel ---
@@ -190,9 +223,6 @@ def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, repli
     for number in numbers:
         rows = [(new, table.get(str(number))) for new, table in tables]
         before: int = next(row[0] for _, row in rows if row is not None)
-        if before % replicas:
-            continue
-        count = before // replicas
         for old in range(before):
             for at, name in enumerate(("inputs", "targets")):
                 holders = [
@@ -203,7 +233,9 @@ def share_parts(world: RankGroup, calls: Sequence[Training], replica: int, repli
                 needers = [
                     rank
                     for rank, (new, row) in enumerate(rows)
-                    if row is not None and new == old // count and rank not in holders
+                    if row is not None
+                    and old in sources(new, replicas, before)
+                    and rank not in holders
                 ]
                 if not needers or not holders:
                     continue

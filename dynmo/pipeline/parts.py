@@ -269,6 +269,8 @@ class Parts:
         identity = self.identity
         if self.outside is None:
             self.outside = self.steps.done
+            if self.recovery is not None:
+                self.recovery.forget()
             self.saves.close()  # a signal has nothing to save here
             del self.engine, self.changes, self.steps
             gc.collect()

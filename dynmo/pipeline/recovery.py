@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dynmo.change_events import RecoverEvent
 from dynmo.elastic.launch import Arbiter, FolderStore
@@ -60,15 +60,16 @@ class Cannot(RunError):
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step to go back to, as all ranks know it.
+class _Goal:
+    """A copy to go back to, as all ranks know it.
 
     Attributes:
+        number: Number of the call that began with it.
         state: The run's own part, before the step.
         givers: Ranks that have each layer, by the replica whose part it is.
     """
 
-    step: int
+    number: int
     state: dict[str, Any]
     givers: dict[tuple[int, int], list[int]]
 
@@ -104,45 +105,59 @@ class Recovery:
             )
         self._world, self._home = world, world.home
         self._every = parts.options.elastic.recover_every
+        self._check_alone()
         launcher = self._launcher_of(world.home.clone())  # for the thread of the heartbeat
         if world.enqueues and launcher is not None:
             world.lost_process = partial(self._lost, launcher)
         world.watch_for_end()
         self._places: list[RankPlace] = []  # of all ranks, when they were counted last
-        # The generation of the copies, and the one in which the places have their numbers.
-        self._rank, self._generation, self._numbered = world.rank, -1, -1
+        # The generation and the mesh of the copies.
+        self._copied_in: tuple[int, tuple[int, ...]] | None = None
+        # This rank's number among the places, and the generation in which they have theirs.
+        self._rank, self._numbered = world.rank, -1
         self._roll_calls = 0
         self._copies: Copies | None = None
-        self._took = dict[int, int]()  # numbers of the calls that began with a copy, by step
         self._journal: list[Call] = []
         self._next = 0
         self._current: Call | None = None
         self._training: Training | None = None
         self._returned = -1  # the newest step whose result the loop has
         self._in_a_row = 0  # faults without a copy between them
-        self._behind = 0  # lowest number of a call that some rank was in at the last fault
+        # Lowest and highest number of a call that some rank was in at the last fault.
+        self._behind = self._ahead = 0
+        self._owed: list[StepResult] = []  # of steps that were repeated
         self._copied = -1  # the step of the newest copy
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def call(self, run: Callable[[], T], *, changes: bool) -> T:
+    def call(self, run: Callable[[], T], *, changes: bool, has_results: bool = False) -> T:
         """Makes a call that all ranks make together, again after each fault."""
         if self._current is not None or self._parts.outside is not None or self._is_left:
             return run()
-        return self._make(Call(self._next, run, changes))
+        return self._with_owed(self._make(Call(self._next, run, changes, has_results)))
+
+    def _with_owed(self, result: Any) -> Any:
+        """Returns the result of a call. Results of steps have those that were repeated, too."""
+        if not isinstance(result, tuple):
+            return result
+        results = cast("tuple[Any, ...]", result)
+        return self.news(results) if all(isinstance(x, StepResult) for x in results) else result
 
     def train(
         self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
     ) -> tuple[StepResult, ...]:
         """Trains on a batch like `Steps.train`, and keeps the batch."""
+        # A load may have gone back.
+        self._returned = min(self._returned, self._parts.steps.done - 1)
         view = self._parts.engine.store.world
         kept = Part(on_host(part.inputs), on_host(part.targets), part.samples)
         parts = {view.replica: kept}
-        call = Training(self._next, lambda: (), True, replicas=view.replicas, parts=parts)
+        call = Training(self._next, lambda: (), True, True, replicas=view.replicas, parts=parts)
 
         def run() -> tuple[StepResult, ...]:
             own, self._training = self._parts.engine.store.world, call
-            given = call.part(own.replica, own.replicas)
+            given = part if call.is_new else call.part(own.replica, own.replicas)
+            call.is_new = False
             if given is None and reread is not None:
                 given = reread()
             if given is None:
@@ -158,32 +173,54 @@ class Recovery:
 
     def _make(self, call: Call) -> Any:
         self._next += 1
+        if self._journal and not (call.changes or self._journal[-1].changes):
+            # Only what some rank may not have done yet is done again.
+            quiet = [each for each in self._journal[-3:-1] if not each.changes]
+            self._journal = [each for each in self._journal if each not in quiet]
         self._journal.append(call)
         self._current = call
         try:
             while True:
                 try:
-                    return call.run()
+                    return self._run(call)
                 except (RankDied, WaitTimeout) as error:
                     self._survive(error, call)
         except _Left:
-            return ()
+            if call.has_results:
+                return ()
+            raise RunError(
+                "this rank has left the training; stop or call join() if pipeline.left is true"
+            ) from None
         except BaseException:
             self._journal.remove(call)
             raise
         finally:
             self._current = None
 
+    def _run(self, call: Call) -> Any:
+        elastic = self._parts.changes.elastic
+        if elastic is not None:
+            # Others have made the call before, and a newcomer would not know of it.
+            elastic.waits = call.number < self._ahead
+        return call.run()
+
     def news(self, results: Sequence[StepResult]) -> tuple[StepResult, ...]:
         """Returns the results that the loop does not have yet."""
-        new = tuple(result for result in results if result.step > self._returned)
-        if new:
-            self._returned = new[-1].step
+        known = {result.step: result for result in [*self._owed, *results]}
+        new = tuple(known[step] for step in sorted(known) if step > self._returned)
+        self._owed.clear()
+        self._returned = max(known, default=self._returned)
         return new
 
     @property
     def _is_left(self) -> bool:
         return self._parts.changes.left
+
+    def forget(self) -> None:
+        """Forgets all, since this rank has left the run and may come back."""
+        if self._copies is not None:
+            self._copies.close()
+        self._copies, self._copied_in, self._places, self._journal = None, None, [], []
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -192,13 +229,14 @@ class Recovery:
         call, world = self._training, self._world
         if call is None:
             return
-        if world.size == 1:  # nobody can go on for this rank
+        parts = self._parts
+        elastic, shape = parts.changes.elastic, parts.engine.store.layout.shape
+        if world.size == 1 and (elastic is None or not elastic.expects_ranks):
             self._journal, self._places, self._copies = [call], [], None
-            return
-        is_new = world.generation != self._generation
+            return  # nobody can go on for this rank
+        is_new = self._copied_in != (world.generation, shape)
         if not is_new and (step % self._every or step == self._copied):
             return
-        parts = self._parts
         parts.steps.settle()
         if is_new:
             self._count_ranks(call)
@@ -206,6 +244,7 @@ class Recovery:
         engine, changes, store = parts.engine, parts.changes, parts.engine.store
         spread = store.spread.placements
         extra: dict[str, Any] = {
+            "step": step,
             "shape": list(store.layout.shape),
             "microbatches": changes.options.all_microbatches,
             "spread": [[layer, each.holders] for layer, each in sorted(spread.items())],
@@ -213,17 +252,14 @@ class Recovery:
         moves = changes.rebalancer.moves
         state = state_of(engine, changes.cases.all, loss=changes.loss, moves=moves, extra=extra)
         self._copies.take(
-            step,
+            call.number,
             json.dumps(state),
             store.world.replica if spread else 0,
             ((i, store.modules[i], store.state(i, whole=not spread)) for i in sorted(store.layers)),
         )
-        self._copied, self._took[step] = step, call.number
-        self._in_a_row = 0
+        self._copied, self._in_a_row = step, 0
         engine.before_update = self._before_update
-        oldest = min(self._copies.steps(), default=step)
-        self._took = {at: number for at, number in self._took.items() if at >= oldest}
-        first = self._took.get(oldest, call.number)
+        first = min(self._copies.complete(), default=call.number)
         self._journal = [each for each in self._journal if each.number >= first]
 
     def _before_update(self) -> None:
@@ -237,6 +273,14 @@ class Recovery:
         if self._copies is not None:
             self._copies.wait()
 
+    def _check_alone(self) -> None:
+        """Raises ConfigError if another pipeline of these ranks recovers, too."""
+        if self._world.recovers:
+            raise ConfigError(
+                'a world has one pipeline with elastic.recover = "memory"; after a fault its ranks '
+                "are others, of which the second one would not know"
+            )
+
     def _count_ranks(self, call: Call) -> None:
         """Takes note of the ranks of a new generation."""
         world, layout = self._world, self._parts.engine.store.layout
@@ -249,8 +293,10 @@ class Recovery:
         self._roll_calls = max(table["calls"] for table in tables)
         call.number = max(table["number"] for table in tables)
         self._next = max(self._next, call.number + 1)
-        self._rank, self._generation = world.rank, world.generation
-        self._numbered = world.generation
+        self._rank, self._numbered = world.rank, world.generation
+        self._copied_in = world.generation, layout.shape
+        if self._copies is not None:
+            self._copies.close()
         shift = self._shift(layout)
         target, source = ((world.rank + way) % world.size for way in (shift, -shift))
         ends = (target, source) if shift else (None, None)
@@ -265,8 +311,11 @@ class Recovery:
         is_safe = len(counts) == 1 or all(len(each) > 1 for each in together)
         if replicas > 1 and is_safe and not self._parts.engine.store.spreads_groups:
             return 0
-        most = max(counts.values())
-        return most if most < len(nodes) else 1
+        ranks = range(len(nodes))
+        ways = (
+            way for way in ranks if all(nodes[at] != nodes[(at + way) % len(nodes)] for at in ranks)
+        )
+        return next(ways, 1)
 
     # -- a fault -----------------------------------------------------------------------------------
 
@@ -289,7 +338,7 @@ class Recovery:
         done, shape, size = parts.steps.done, parts.engine.store.layout.shape, len(self._places)
         try:
             dead = self._meet(error)
-            self._go_back(call, dead)
+            first = self._go_back(call, dead)
             why = self._why(dead) or why
         except Cannot as hopeless:
             raise Cannot(f"{why}; {first_line(hopeless)}") from error
@@ -310,15 +359,13 @@ class Recovery:
         parts.tell(event)
         if self._world.leads:
             _logger.warning(f"{why}; the run goes on without {', '.join(names) or 'it'}")
-        elastic, first = parts.changes.elastic, self._took[step]
         repeats = [each for each in self._journal if first <= each.number < call.number]
-        if elastic is not None:
-            elastic.waits = True  # a newcomer would not know of the calls
         for each in repeats:
             if each.changes or each.number >= self._behind:
-                each.run()
-        if elastic is not None:
-            elastic.waits = False
+                result = self._run(each)
+                if isinstance(result, tuple):
+                    known = cast("tuple[object, ...]", result)
+                    self._owed += [x for x in known if isinstance(x, StepResult)]
 
     def _meet(self, error: RankDied | WaitTimeout) -> list[RankPlace]:
         """Meets the ranks that are left. Returns where the others have run."""
@@ -342,7 +389,8 @@ class Recovery:
         self._rank = members.ranks.index(self._rank)
         self._places = [self._places[rank] for rank in members.ranks]
         self._roll_calls += 1
-        world.renew(self._rank, len(self._places), members.generation, world.timeout)
+        size, limit = len(self._places), world.timeout
+        world.renew(self._rank, size, members.generation, limit, after_fault=True)
         self._numbered = world.generation
         return dead
 
@@ -385,15 +433,18 @@ class Recovery:
         )
         return roll_call.members(generation, blames)
 
-    def _go_back(self, call: Call, dead: Sequence[RankPlace]) -> None:
-        """Makes the engine anew, as it was before a step that is complete."""
+    def _go_back(self, call: Call, dead: Sequence[RankPlace]) -> int:
+        """Makes the engine anew, from a copy that is complete.
+
+        Returns the number of the call that began with it.
+        """
         parts, world, before = self._parts, self._world, self._parts.changes
         goal = self._find(call)
         layout = self._layout(goal.state)
+        parts.engine.store.empty()
         arrivals = self._hand_over(goal, layout)
         ranks = layout.ranks * layout.replicas
         left = [*dead, *self._places[ranks:]]
-        parts.engine.store.empty()
         if ranks < world.size:
             self._places = self._places[:ranks]
             self._part_with_others(ranks)
@@ -411,10 +462,14 @@ class Recovery:
         )
         restore_state(engine, goal.state, parts.cases)
         Resizing(engine).take_up(arrivals, groups or None)
-        loss = goal.state["loss"]
-        parts.begin_at(goal.step, math.nan if loss is None else loss, goal.state["moves"])
+        if world.leads:  # a rank 0 that is gone does not say it
+            with suppress(RuntimeError):  # the next call finds that the store is lost
+                self._home.set(f"log closed/{world.generation - 1}", "1")
+        loss, step = goal.state["loss"], goal.state["step"]
+        self._owed += [result for result in parts.steps.take() if result.step < step]
+        parts.begin_at(step, math.nan if loss is None else loss, goal.state["moves"])
         changes = parts.changes
-        changes.made_before(goal.step)
+        changes.made_before(step)
         changes.elastic = before.elastic
         if before.tracer is not None:
             changes.tracer = parts.new_tracer()  # a trace has passes of all ranks
@@ -431,57 +486,44 @@ class Recovery:
             changes.elastic.recovered(
                 engine, changes.rebalancer, options, self._places, left, former
             )
-        if world.leads:
-            with suppress(RuntimeError):  # the next call finds that the store is lost
-                self._home.set(f"log closed/{world.generation - 1}", "1")
         held = [each for each in self._journal if isinstance(each, Training)]
-        self._share([each for each in held if each.number >= self._took[goal.step]])
-        self._copied = -1
+        self._share([each for each in held if each.number >= goal.number])
+        self._copied, self._copied_in = -1, None
+        return goal.number
 
     def _share(self, calls: Sequence[Training]) -> None:
         own = self._parts.engine.store.world
         share_parts(own, calls, own.replica, own.replicas)
 
-    def _find(self, call: Call) -> _Step:
+    def _find(self, call: Call) -> _Goal:
         """Finds the newest step that is complete on the ranks that are left."""
         assert self._copies is not None, "the ranks were counted"
-        copies, world = self._copies.steps(), self._world
+        copies, world = self._copies.complete(), self._world
         mine = {
             "current": call.number,
-            "steps": [[step, self._took.get(step, -1)] for step in copies],
-            "layers": [
-                [step, *key]
-                for step, each in copies.items()
-                for copy in each
-                for key in copy.layers
-            ],
-            "states": [step for step, each in copies.items() if any(x.state for x in each)],
+            "layers": [[n, *key] for n, each in copies.items() for x in each for key in x.layers],
+            "states": [n for n, each in copies.items() if any(x.state for x in each)],
         }
         what = "the copies that are left"
         tables = [json.loads(text) for text in share_texts(world, json.dumps(mine), what)]
         self._behind = min(table["current"] for table in tables)
-        self._took |= {
-            step: number
-            for table in tables
-            for step, number in table["steps"]
-            if number >= 0 and self._took.get(step, -1) < 0
-        }
+        self._ahead = max(table["current"] for table in tables)
         layers, lacking = self._parts.model.layers, list[int]()
-        for step in sorted({step for table in tables for step in table["states"]}, reverse=True):
+        for number in sorted({n for table in tables for n in table["states"]}, reverse=True):
             givers = dict[tuple[int, int], list[int]]()
             for rank, table in enumerate(tables):
                 for at, layer, replica in table["layers"]:
-                    if at == step and rank not in givers.setdefault((layer, replica), []):
+                    if at == number and rank not in givers.setdefault((layer, replica), []):
                         givers[layer, replica].append(rank)
-            teller = next(r for r, table in enumerate(tables) if step in table["states"])
-            state = next((each.state for each in copies.get(step, ()) if each.state), "")
+            teller = next(r for r, table in enumerate(tables) if number in table["states"])
+            state = next((each.state for each in copies.get(number, ()) if each.state), "")
             told = share_texts(world, state if world.rank == teller else "", what)[teller]
             known = json.loads(told)
             parts = range(known["shape"][1]) if known["spread"] else (0,)
             wanted = [(layer, part) for layer in range(layers) for part in parts]
             lacking = [layer for layer, part in wanted if (layer, part) not in givers]
-            if not lacking and step in self._took:
-                return _Step(step, known, givers)
+            if not lacking:
+                return _Goal(number, known, givers)
         raise Cannot(
             f"the ranks that are left have no copy of layers {sorted(set(lacking))}, so "
             "the run goes on from its last checkpoint"
@@ -510,7 +552,7 @@ class Recovery:
             f"the run ({pipeline} x {replicas}), so it goes on from its last checkpoint"
         )
 
-    def _hand_over(self, goal: _Step, layout: Layout) -> list[Arrival]:
+    def _hand_over(self, goal: _Goal, layout: Layout) -> list[Arrival]:
         """Hands copies to where their layers belong. Returns this rank's layers."""
         assert self._copies is not None, "the ranks were counted"
         world, spread = self._world, bool(goal.state["spread"])
@@ -527,7 +569,7 @@ class Recovery:
                 moves.append(Move(layer, givers[turn % len(givers)], rank))
                 turn += 1
         kept = dict[tuple[int, int], LayerCopy]()
-        for copy in self._copies.steps().get(goal.step, ()):
+        for copy in self._copies.complete().get(goal.number, ()):
             kept |= copy.layers
 
         def leaving(move: Move) -> Packed:

@@ -181,7 +181,7 @@ class Steps:
             changes.end_move(self._done)
         self._optimizer.step()  # for torch's schedulers; weights change in Engine.train
         self._saves.after_step(self.done)
-        return before + self._take()
+        return before + self.take()
 
     def _save_before_end(self) -> None:
         """Saves before steps that are not finite end the training."""
@@ -194,7 +194,7 @@ class Steps:
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final. Returns the results that were not returned before."""
         self.settle()
-        return self._take()
+        return self.take()
 
     def settle(self) -> None:
         """Waits until the last step is final. Its result is returned later."""
@@ -204,7 +204,8 @@ class Steps:
             self._started[records[-1].step].seconds += time.perf_counter() - start
         self._ready += map(self._finish, records)
 
-    def _take(self) -> tuple[StepResult, ...]:
+    def take(self) -> tuple[StepResult, ...]:
+        """Returns the results that were not returned before."""
         results, self._ready = tuple(self._ready), []
         return results
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynmo.errors import RankDied
 from dynmo.runtime.comm.headers import as_bytes, check_announced
 from dynmo.runtime.comm.heartbeat import end_waits
 from dynmo.runtime.comm.rank_group import RankGroup
@@ -33,6 +34,7 @@ class IdleChannel:
         self._sender = Worker(f"{what} out", threaded=True)
         self._receiver = Worker(f"{what} in", threaded=True)
         self._under_way: list[tuple[threading.Event, list[int]]] = []
+        self._is_closed = False  # the world may be another generation then
 
     # -- the rank's thread -------------------------------------------------------------------------
 
@@ -84,6 +86,9 @@ class IdleChannel:
 
     def close(self) -> None:
         """Ends the threads, and all waits of this rank in the generation if one is under way."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._must_hurry.set()
         group = self._world.everyone.group
         if not self.is_idle and group is not None:
@@ -130,10 +135,17 @@ class IdleChannel:
             if heartbeat.verdict is not None:
                 return
 
+    def check_is_open(self) -> None:
+        """Raises RankDied in a thread that has outlived its generation."""
+        if self._is_closed:
+            raise RankDied(f"the ranks have met anew while {self._what} were under way")
+
     def _put(self, tensor: Tensor, target: int, tag: int) -> None:
+        self.check_is_open()
         self._finish(self._world.send(tensor, target, tag), target)
 
     def _get(self, tensor: Tensor, source: int, tag: int) -> Tensor:
+        self.check_is_open()
         self._finish(self._world.receive(tensor, source, tag), source)
         return tensor
 

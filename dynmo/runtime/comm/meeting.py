@@ -81,6 +81,8 @@ class Meeting(RankGroup):
     # comes back needs no new groups.
     views: list[RankGroup] = field(default_factory=list[RankGroup])
     process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
+    # Parts of the store in which another rank may tell the end of this meeting.
+    _watched: list[SignedStore] = field(default_factory=list[SignedStore])
     # torch's number of threads before `take_threads`.
     _threads_before: int | None = None
 
@@ -141,7 +143,15 @@ class Meeting(RankGroup):
         world.work_timeout = work_timeout
         return world
 
-    def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
+    def renew(
+        self,
+        rank: int,
+        size: int,
+        generation: int,
+        join_timeout: float,
+        *,
+        after_fault: bool = False,
+    ) -> None:
         """Goes on as another number of ranks, in the same processes. All of them call it.
 
         This rank's groups end, and new ones are made. Views of the world must be made anew.
@@ -149,15 +159,18 @@ class Meeting(RankGroup):
         Args:
             generation: Number of the new generation. A number can be used once.
             join_timeout: Seconds to wait for the other ranks to come.
+            after_fault: Whether the generation before has ended by a fault, as all ranks know.
 
         Raises:
             WaitTimeout: A rank did not come in time. The message names it.
             RankDied: A rank came and is gone again.
         """
         self._end_groups(failed=False)
+        knows_former = not (after_fault or self.is_outside)
         self._peers, self.is_outside, self.peer_error, self.lost = None, False, None, None
         self.shape, self.rank, self.size, self.generation = 1, rank, size, generation
-        self.store = (self.home or self.store).within(f"again/{generation}")
+        former, self.store = self.store, (self.home or self.store).within(f"again/{generation}")
+        self._watched = [former, self.store] if knows_former else [self.store]
         self.waits, hook = DeviceWaits(), sys.excepthook
         self._meet(join_timeout)
         sys.excepthook = hook  # torch puts its own around it again, and would lose the line
@@ -184,12 +197,17 @@ class Meeting(RankGroup):
                 enqueues=self.enqueues,
                 timeout=self.timeout,
                 join_timeout=join_timeout,
+                is_over=self._is_over if self.recovers else None,
             )
         if self.size > 1:
             self.heartbeat = Heartbeat(self, self.store, self.usual_timeout, self.work_timeout)
             if self.recovers:
                 self.watch_for_end()
         self._lift_limit(self.group)
+
+    def _is_over(self) -> bool:
+        """Whether a rank that others wait for has told that it does not come."""
+        return any(store.check([ENDED]) for store in self._watched)
 
     def watch_for_end(self) -> None:
         """Has the waits of this rank end soon once another rank is gone, so that it goes on."""
@@ -389,13 +407,14 @@ class Meeting(RankGroup):
         if not isinstance(error, DynmoError):
             text = f"{type(error).__name__}: {text}{place(error)}{notes(error)}"
         text = self.peer_error or me + text.removeprefix(me)
-        is_lost = isinstance(error, WaitTimeout | RankDied)
+        is_comm = isinstance(error, WaitTimeout | RankDied)
+        is_lost = is_comm and (not isinstance(error, RankDied) or error.is_fault)
         kind = "input" if isinstance(error, InputError) else ""
-        kind, is_final = "lost" if is_lost else "final" if is_final else kind, is_final or is_lost
+        kind, is_final = "lost" if is_lost else "final" if is_final else kind, is_final or is_comm
         with contextlib.suppress(RuntimeError, TimeoutError):
             content = json.dumps({"kind": kind, "text": text})
             call_with_limit(1.0, lambda: self.store.set(f"gave up/{self.rank}", content))
-            if is_final:
+            if is_lost:
                 call_with_limit(1.0, lambda: self.store.set(ENDED, text))
         self._end_groups(failed=True)
         if not is_final:

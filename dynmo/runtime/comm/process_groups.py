@@ -35,6 +35,8 @@ from dynmo.runtime.comm.waits import LATE, call_with_limit, first_line, ranks_te
 
 _logger = logging.getLogger(__name__)
 
+# Seconds between two looks whether a wait is over.
+_LOOK = 0.01
 # Bytes of a nonce, and of a hash.
 _SIZE = 32
 _NONCES, _HASHES = 0, 1  # tags of the messages
@@ -43,7 +45,14 @@ PATIENCE, TRIES = 10.0, 10
 
 
 def form_default_group(
-    store: SignedStore, rank: int, size: int, *, enqueues: bool, timeout: float, join_timeout: float
+    store: SignedStore,
+    rank: int,
+    size: int,
+    *,
+    enqueues: bool,
+    timeout: float,
+    join_timeout: float,
+    is_over: Callable[[], bool] | None = None,
 ) -> Any:
     """Makes torch's default group of the ranks that meet in a store.
 
@@ -51,6 +60,7 @@ def form_default_group(
         enqueues: Whether NCCL carries tensors on CUDA.
         timeout: Limit of every wait, in seconds.
         join_timeout: Seconds to wait for the other ranks to come.
+        is_over: Whether another rank has told that some will not come.
     """
     # torch._dynamo imports it. Its functions have the default group of that moment as a default
     # argument, and a group that somebody holds does not end: its threads would outlive Python.
@@ -69,9 +79,14 @@ def form_default_group(
 
     claim(store, rank, join_timeout)
     _await_all(
-        store, rank, size, min(join_timeout, timeout), "to join; started with too few ranks?"
+        store,
+        rank,
+        size,
+        min(join_timeout, timeout),
+        "to join; started with too few ranks?",
+        is_over,
     )
-    return _form(store, rank, size, make, leave_default_group, timeout)
+    return _form(store, rank, size, make, leave_default_group, timeout, is_over)
 
 
 def form_group_within(
@@ -112,17 +127,39 @@ def claim(store: SignedStore, rank: int, timeout: float) -> None:
         raise RunError(f"another process is rank {rank} of this run, too; {advice}")
 
 
-def await_all(store: SignedStore, what: str, size: int, timeout: float) -> None:
-    """Waits until all ranks have called it. A rank makes at most three short requests."""
+def await_all(
+    store: SignedStore,
+    what: str,
+    size: int,
+    timeout: float,
+    is_over: Callable[[], bool] | None = None,
+) -> None:
+    """Waits until all ranks have called it. A rank makes few short requests.
+
+    Args:
+        is_over: Asked now and then. True ends the wait like its limit.
+    """
     if store.add(f"{what}/count", 1) == size:
         store.set(f"{what}/all", "1")
+    end = time.monotonic() + timeout
+    while is_over is not None and not store.check([f"{what}/all"]):
+        if time.monotonic() >= end or is_over():
+            raise RuntimeError("timeout")
+        time.sleep(_LOOK)
     store.wait([f"{what}/all"], timedelta(seconds=timeout))
 
 
-def _await_all(store: SignedStore, rank: int, size: int, seconds: float, what: str) -> None:
+def _await_all(
+    store: SignedStore,
+    rank: int,
+    size: int,
+    seconds: float,
+    what: str,
+    is_over: Callable[[], bool] | None = None,
+) -> None:
     """Waits until all ranks are here."""
     try:
-        await_all(store, "here", size, seconds)
+        await_all(store, "here", size, seconds, is_over)
     except RuntimeError as error:
         absent = find_missing(store, [f"here/{other}" for other in range(size)])
         if absent or LATE.search(first_line(error)):
@@ -138,6 +175,7 @@ def _form(
     make: Callable[[SignedStore], Any],
     drop: Callable[[], None],
     timeout: float,
+    is_over: Callable[[], bool] | None = None,
 ) -> Any:
     """Makes a group until all its connections are proven.
 
@@ -157,7 +195,7 @@ def _form(
             trouble, group = reason(error), None
             drop()
         try:
-            trouble = _agree_on(place, size, trouble, timeout)
+            trouble = _agree_on(place, size, trouble, timeout, is_over)
         except RuntimeError as error:
             group = None
             drop()
@@ -177,7 +215,13 @@ def _form(
     )
 
 
-def _agree_on(place: SignedStore, size: int, trouble: str, timeout: float) -> str:
+def _agree_on(
+    place: SignedStore,
+    size: int,
+    trouble: str,
+    timeout: float,
+    is_over: Callable[[], bool] | None = None,
+) -> str:
     """Returns the trouble of one of the ranks. Empty if all connections are proven.
 
     A rank that fails at once and leaves would break the connections that others are still making.
@@ -187,7 +231,8 @@ def _agree_on(place: SignedStore, size: int, trouble: str, timeout: float) -> st
         place.set("trouble", trouble)
     elif trouble:  # a consequence, perhaps
         place.compare_set("trouble", "", trouble)
-    await_all(place, "proved", size, min(timeout, 2 * PATIENCE) if trouble else timeout)
+    limit = min(timeout, 2 * PATIENCE) if trouble else timeout
+    await_all(place, "proved", size, limit, is_over)
     with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone
         return (place.find("trouble") or b"").decode()
     return ""

@@ -4,7 +4,7 @@
     during step 7   the rank trains; a thread copies and sends while the rank waits for others
     its end         the copies are complete on all ranks before any rank ends the step
 
-A rank keeps its own layers and those of one other rank, of the newest step and the one before. At
+A rank keeps its own layers and those of one other rank, of the newest copy and the one before. At
 any moment one of the two is complete on all ranks. A layer travels in the form of a move
 (`migration.py`). A tensor that has the bits of the step before is not sent again.
 """
@@ -45,11 +45,12 @@ class StepCopy:
     """Layers as they are before a step.
 
     Attributes:
+        number: Number of the call that trains the step. It grows, and a load may go back in steps.
         state: The run's own part, as JSON. The same on every rank.
         is_complete: Whether all that shall be in it is.
     """
 
-    step: int
+    number: int
     state: str = ""
     layers: dict[Key, LayerCopy] = field(default_factory=dict[Key, LayerCopy])
     is_complete: bool = False
@@ -63,7 +64,7 @@ class _Index(BaseModel):
     """What a rank sends before the bytes: key, manifest, and which tensors have new bits."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    step: int
+    number: int
     layers: list[tuple[int, int, str, list[bool]]]
 
 
@@ -94,7 +95,7 @@ class Copies:
 
     def take(
         self,
-        step: int,
+        number: int,
         state: str,
         replica: int,
         layers: Iterable[tuple[int, nn.Module, dict[str, Tensor]]],
@@ -103,10 +104,10 @@ class Copies:
 
         Parameters and moments may change once `wait_copied` returns, and all else once this does.
         """
-        assert self._channel.is_idle, "the copy before is complete"
+        self.wait()
         self._forget()
         last = self.own.get(max(self.own, default=-1))
-        copy, jobs = StepCopy(step, state), list[Callable[[], None]]()
+        copy, jobs = StepCopy(number, state), list[Callable[[], None]]()
         changed = dict[Key, list[bool]]()
         for index, module, optimizer_state in layers:
             text, tensors = pack(index, module, optimizer_state)
@@ -137,13 +138,13 @@ class Copies:
                     jobs.append(job)
                 else:
                     job()
-        self.own[step] = copy
+        self.own[number] = copy
         self._copied.clear()
         self._channel.begin()
         self._channel.send_by(lambda: self._copy_and_send(copy, jobs, changed), self._peers)
         source = self._source
         if source is not None:
-            self._channel.receive_by(lambda: self._receive(step, source), source)
+            self._channel.receive_by(lambda: self._receive(number, source), source)
 
     def wait_copied(self) -> None:
         """Waits until weights may change."""
@@ -161,8 +162,8 @@ class Copies:
                 continue
             self._former.clear()
             used = {id(t) for each in kept[newest].layers.values() for t in each.tensors}
-            for step in [step for step in kept if step != newest]:
-                for each in kept.pop(step).layers.values():
+            for number in [number for number in kept if number != newest]:
+                for each in kept.pop(number).layers.values():
                     for tensor in each.tensors:
                         if id(tensor) not in used:
                             spare = self._spare.setdefault((tensor.dtype, tensor.shape), [])
@@ -172,13 +173,13 @@ class Copies:
         """Ends the threads, and all waits of this rank in the generation if one is under way."""
         self._channel.close()
 
-    def steps(self) -> dict[int, list[StepCopy]]:
-        """Returns the copies that are here, those of earlier generations included, by step."""
+    def complete(self) -> dict[int, list[StepCopy]]:
+        """Returns the copies that are here, those of earlier generations included, by number."""
         out = dict[int, list[StepCopy]]()
         for kept in [*self._former, self.own, self.held]:
-            for step, copy in kept.items():
+            for number, copy in kept.items():
                 if copy.is_complete:
-                    out.setdefault(step, []).append(copy)
+                    out.setdefault(number, []).append(copy)
         return out
 
     @property
@@ -214,6 +215,7 @@ class Copies:
         self, copy: StepCopy, jobs: Sequence[Callable[[], None]], changed: dict[Key, list[bool]]
     ) -> None:
         for job in jobs:
+            self._channel.check_is_open()
             job()
         copy.is_complete = True
         self._copied.set()
@@ -222,7 +224,7 @@ class Copies:
 
     def _send(self, copy: StepCopy, changed: dict[Key, list[bool]], target: int) -> None:
         index = _Index(
-            step=copy.step,
+            number=copy.number,
             layers=[(*key, each.text.decode(), changed[key]) for key, each in copy.layers.items()],
         )
         self._channel.put_text(index.model_dump_json().encode(), target)
@@ -231,11 +233,11 @@ class Copies:
                 if is_new:
                     self._channel.put_tensor(tensor, target)
 
-    def _receive(self, step: int, source: int) -> None:
+    def _receive(self, number: int, source: int) -> None:
         index = _Index.model_validate_json(self._channel.get_text(source))
-        assert index.step == step, "all ranks copy the same step"
+        assert index.number == number, "all ranks copy the same step"
         what = f"the copies of {self._everyone.describe_rank(source)}"
-        last, copy = self.held.get(max(self.held, default=-1)), StepCopy(step)
+        last, copy = self.held.get(max(self.held, default=-1)), StepCopy(number)
         for layer, replica, manifest, changed in index.layers:
             key, data = (layer, replica), manifest.encode()
             before = None if last is None else last.layers.get(key)
@@ -252,7 +254,7 @@ class Copies:
                 tensors.append(room)
             copy.layers[key] = LayerCopy(data, tensors)
         copy.is_complete = True
-        self.held[step] = copy
+        self.held[number] = copy
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
