@@ -43,7 +43,7 @@ def change(layers: dict[int, Layer]) -> None:
     """What a step does to a layer."""
     with torch.no_grad():
         for layer in layers.values():
-            layer.weight += 1
+            layer.weight.add_(1)
             layer.get_buffer("mean").add_(1)
 
 
