@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# Seconds beyond `parallel.timeout` in which the other ranks must go on without one that has ended.
+# Seconds in which the other ranks must go on without one that has ended, beyond those that a rank
+# may work without progress.
 _RECOVERY = 30.0
 
 
@@ -191,7 +192,7 @@ def _spawn(
             None if is_local else starter,
             None if is_local else _shared(folder),
             ServedStore(rendezvous_file, open_store),
-            parallel.timeout + _RECOVERY if recovers else None,
+            max(parallel.timeout, parallel.work_timeout) + _RECOVERY if recovers else None,
         )
     finally:
         rendezvous_file.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from dynmo.events import Event, FaultEvent
 from dynmo.models.identity import Identity, first_of
 from dynmo.plan.options import Elastic
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.comm.signed_store import Forged, SignedStore
+from dynmo.runtime.comm.signed_store import Forged
 from dynmo.runtime.comm.store import LOST, no_answer
 from dynmo.runtime.comm.waits import call_with_limit, reason
 
@@ -75,20 +75,6 @@ class Handover:
     late: float = 0.0
     missed: bool = False
     counts: Sequence[int] = (0, 0)
-
-    @staticmethod
-    def of_dead_rank(home: SignedStore) -> Handover:
-        """Returns what the store tells of a rank 0 that is gone."""
-        store, known, expected = home.within("join"), 0, list[int]()
-        while store.check([f"ticket/{known + 1}"]):
-            known += 1
-            if not any(genuine(store, f"{what}/{known}") for what in ("state", "refused")):
-                expected.append(known)
-        launcher = _launcher(home, 0, 0)
-        if launcher is None:
-            return Handover(known, expected)
-        launcher.find_counts()
-        return Handover(known, expected, counts=launcher.counts)
 
 
 class Newcomers:
@@ -297,6 +283,7 @@ class Newcomers:
                 answers = (self._store.find(f"{kind}/{ticket}") for kind in ("state", "refused"))
                 if any(answers):
                     self._answered.add(ticket)
+                    self._waiting.pop(ticket, None)  # the thread was faster
 
     def close(self, left: bool = False) -> None:
         """Ends the entrance. If rank 0 has `left`, the manager may finish what it does."""
