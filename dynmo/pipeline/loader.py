@@ -209,7 +209,8 @@ class Loader:
                 seed=self._seed,
             )
             # A thread reads ahead. It must not look at a mesh that changes meanwhile.
-            self._ahead, self._waited = Ahead(partial(self._make, self._part)), 0.0
+            make = partial(self._batches.train, part=self._part)
+            self._ahead, self._waited = Ahead(make), 0.0
         count = HELD_OUT if options.streaming else held_out_of(length, options.held_out_share)
         source = self._own_source or self._source
         self.evaluates_on = held_out_text(source, others or count, "samples")
@@ -220,10 +221,6 @@ class Loader:
         """The microbatches of this rank's replica among those of a step."""
         count, replica = self._pipeline.mesh.microbatches, self._pipeline.mesh.replica
         return slice(replica * count, (replica + 1) * count)
-
-    def _make(self, part: slice, step: int) -> list[Microbatch]:
-        assert self._batches is not None
-        return self._batches.train(step, part)
 
     def __iter__(self) -> Iterator[list[Microbatch] | None]:
         return self
@@ -260,7 +257,8 @@ class Loader:
         """
         if step not in self._drawn or self._batches is None or self._options.streaming:
             return None
-        return [self._to_device(each) for each in self._make(self._part, self._drawn[step])]
+        batch = self._batches.train(self._drawn[step], self._part)
+        return [self._to_device(each) for each in batch]
 
     def held_out(self, microbatches: int) -> list[Microbatch] | None:
         """Returns so many microbatches to evaluate on, the same every time."""

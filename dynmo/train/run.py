@@ -14,6 +14,7 @@ from dynmo.elastic.managers import parks
 from dynmo.elastic.newcomer import outside_world
 from dynmo.errors import ConfigError, RunError
 from dynmo.files import write_whole
+from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import rendezvous_record
 from dynmo.signals import is_asked_to_stop, signals_heard
@@ -42,7 +43,8 @@ def run(
     """
     with start(config, rendezvous) as (world, model):
         trainer = Trainer(config, world, model, folder, resume, listen)
-        file = _tell_newcomers(rendezvous, folder) if world.rank == 0 else None
+        if world.rank == 0:
+            _tell_newcomers(rendezvous, folder)
         trainer.on_new_folder = lambda: _tell_newcomers(rendezvous, folder)
         try:
             result = trainer.run()
@@ -50,22 +52,23 @@ def run(
                 return come_back(trainer) or result
             return result
         finally:
-            if file is not None and not trainer.pipeline.left:
-                file.unlink(missing_ok=True)
+            _end_entrance(folder, world)
 
 
-def _tell_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Path | None:
+def _tell_newcomers(rendezvous: Rendezvous, folder: Path | None) -> None:
     """Writes the file by which `dynmo train --join` finds the run."""
     if folder is None:
-        return None
-    try:
+        return
+    # Nobody can reach a world of one process. On a full disk nobody can join, and the run trains.
+    with contextlib.suppress(RunError, OSError):
         record = rendezvous_record(rendezvous)
-    except RunError:  # a world of one process, which nobody can reach
-        return None
-    path = folder / RENDEZVOUS_FILE
-    with contextlib.suppress(OSError):  # on a full disk nobody can join, and the run trains
-        write_whole(path, json.dumps(record), mode=0o600)
-    return path
+        write_whole(folder / RENDEZVOUS_FILE, json.dumps(record), mode=0o600)
+
+
+def _end_entrance(folder: Path | None, world: Meeting) -> None:
+    """Removes that file on rank 0, which may not be the one that has written it."""
+    if folder is not None and world.leads:
+        (folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
 
 
 def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
@@ -108,6 +111,7 @@ def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
     try:
         return come_back(Trainer(config, world, model_of(config), folder, listen=listen))
     finally:
+        _end_entrance(folder, world)
         world.close()
 
 

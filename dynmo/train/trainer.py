@@ -242,8 +242,14 @@ class Trainer:
         # The flag stays until the last event. A signal after the last step must not cut the account
         # short.
         with signals_heard() as self._asked:
+            start = time.perf_counter()
             try:
-                return self._run()
+                return self._run(start)
+            except RunError:
+                if not self.pipeline.left:
+                    raise
+                # After a fault the others have no place for this rank, whatever it was at.
+                return self._left(time.perf_counter() - start)
             finally:
                 if self._log is not None:
                     self._log.close()
@@ -265,8 +271,8 @@ class Trainer:
         assert self._world.home is not None, "ranks of a program's own process groups stay"
         return self._world.home
 
-    def _run(self) -> RunResult:
-        start, interrupted = time.perf_counter(), False
+    def _run(self, start: float) -> RunResult:
+        interrupted = False
         if self._must_evaluate and self._evaluated < self.pipeline.steps:
             self._evaluate_and_save(interrupted)  # time ran out before it
         while not self._is_done and not interrupted:
@@ -330,8 +336,6 @@ class Trainer:
     def _evaluate_and_save(self, interrupted: bool) -> None:
         """Evaluates. Saves the best so far, and a run that a stop has saved before."""
         self._evaluate()
-        if self.pipeline.left:
-            return
         options, step = self.config.checkpoint, self.pipeline.steps
         best = step if options.keep_best and self._lowest.step == step else None
         # A stop has saved before, in case that time runs out now.
@@ -439,15 +443,11 @@ class Trainer:
                 shared=True,
                 samples=samples,
             )
-            # A fault may have left this rank without a place.
-            loss = math.nan if pipeline.left else float(loss)
-            return loss, tokens / (time.perf_counter() - start)
+            return float(loss), tokens / (time.perf_counter() - start)
 
         results = evaluate(dense=False)
-        if not pipeline.left and pipeline.cases.has_dense:
+        if pipeline.cases.has_dense:
             results += evaluate(dense=True)
-        if pipeline.left:
-            return
         self._evaluated = pipeline.steps
         told = EvalEvent(pipeline.steps - 1, *results, held_out=self._data.evaluates_on)
         self._tell(told)

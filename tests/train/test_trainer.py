@@ -6,14 +6,18 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from dynmo.change_events import ChangeEvent, RebalanceEvent
 from dynmo.config import load
+from dynmo.errors import RunError
 from dynmo.event_log import read
 from dynmo.events import CheckpointEvent, EndEvent, StepResult
+from dynmo.train.trainer import Trainer
 from tests.cli.runs import tree
 from tests.combinations import mostly_matrix
 from tests.equality import RANDOM_MOVES
@@ -200,3 +204,22 @@ def test_output_cache_without_repeated_batches_is_refused(pool: Pool) -> None:
     (end,) = [e for e in pool.run("events", 2, config=wanted)[0] if e["event"] == "end"]
     # Two frozen layers in two more evaluations of four microbatches.
     assert end["spared_forwards"] == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rank_without_a_place_after_a_fault_ends_as_one_that_leaves(left: bool) -> None:
+    """Whatever it was at: the call raises, and the others go on."""
+    trainer = Trainer.__new__(Trainer)
+    trainer._log, trainer._leads, trainer._mesh = None, False, None
+    pipeline: Any = SimpleNamespace(
+        left=left, steps=3, measured=SimpleNamespace(loss=0.5), close=lambda: None
+    )
+    trainer.pipeline = pipeline
+    error = RunError("this rank has left the training")
+    with mock.patch.object(Trainer, "_run", side_effect=error):
+        if left:
+            result = trainer.run()
+            assert (result.left, result.steps, result.loss) == (True, 3, 0.5)
+        else:
+            with pytest.raises(RunError):
+                trainer.run()
