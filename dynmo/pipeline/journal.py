@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dynmo.events import StepResult
+from dynmo.pipeline.results import Evaluation
 from dynmo.runtime.comm.agreement import share_bytes, share_texts
 from dynmo.runtime.comm.rank_group import RankGroup
 
@@ -93,6 +94,8 @@ class Survivor(Protocol):
     def train(
         self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
     ) -> tuple[StepResult, ...]: ...
+
+    def evaluate(self, part: Part, count: int, shared: bool, **options: Any) -> Evaluation: ...
 
     def before_training(self, step: int) -> None: ...
 

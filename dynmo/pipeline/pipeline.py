@@ -305,7 +305,6 @@ class Pipeline:
         return () if self._parts.outside is not None else self._parts.steps.adapt()
 
     @public
-    @surviving
     def evaluate(
         self,
         inputs: Batch | None = None,
@@ -346,15 +345,12 @@ class Pipeline:
             raise InputError(f"microbatches = {count!r}; an evaluation needs 1 or more")
         if metrics is not None and not callable(metrics):
             raise InputError(f"metrics = {metrics!r}; give a function of outputs and targets")
+        recovery, part = self._parts.recovery, Part(inputs, targets, samples)
+        options: dict[str, Any] = {"dense": dense, "outputs": outputs, "metrics": metrics}
+        if recovery is not None:
+            return recovery.evaluate(part, count, shared, **options)
         return self._parts.steps.evaluate(
-            inputs,
-            targets,
-            count,
-            dense=dense,
-            outputs=outputs,
-            shared=shared,
-            samples=samples,
-            metrics=metrics,
+            inputs, targets, count, shared=shared, samples=samples, **options
         )
 
     @property

@@ -34,13 +34,15 @@ from dynmo.models.group_placement import GroupPlacement
 from dynmo.pipeline.assembly import first_partition, make_engine
 from dynmo.pipeline.journal import Call, Part, Training, on_host, share_parts
 from dynmo.pipeline.resizing import NextMesh, Resizing
+from dynmo.pipeline.results import Evaluation
 from dynmo.pipeline.saving import restore_state, state_of
 from dynmo.plan.partition import Layout, Move, Partition
 from dynmo.runtime.comm.agreement import share_texts
-from dynmo.runtime.comm.heartbeat import end_waits
+from dynmo.runtime.comm.heartbeat import ENDED, end_waits
+from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.survivors import Members, RollCall
-from dynmo.runtime.comm.waits import clear_frames, first_line
+from dynmo.runtime.comm.waits import call_with_limit, clear_frames, first_line
 from dynmo.runtime.state.copies import Copies, LayerCopy
 from dynmo.runtime.state.migration import Arrival, Packed, exchange, holders, unpack
 
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+# Seconds in which the store must answer.
+_ANSWER = 5.0
 # Faults in a row without a step after which the run ends.
 _MOST = 5
 
@@ -132,7 +136,7 @@ class Recovery:
 
     def call(self, run: Callable[[], T], *, changes: bool, has_results: bool = False) -> T:
         """Makes a call that all ranks make together, again after each fault."""
-        if self._current is not None or self._parts.outside is not None or self._is_left:
+        if self._is_free:
             return run()
         return self._with_owed(self._make(Call(self._next, run, changes, has_results)))
 
@@ -149,27 +153,59 @@ class Recovery:
         """Trains on a batch like `Steps.train`, and keeps the batch."""
         # A load may have gone back.
         self._returned = min(self._returned, self._parts.steps.done - 1)
-        view = self._parts.engine.store.world
-        kept = Part(on_host(part.inputs), on_host(part.targets), part.samples)
-        parts = {view.replica: kept}
-        call = Training(self._next, lambda: (), True, True, replicas=view.replicas, parts=parts)
+        call = self._with_batch(part, changes=True)
 
         def run() -> tuple[StepResult, ...]:
-            own, self._training = self._parts.engine.store.world, call
-            given = part if call.is_new else call.part(own.replica, own.replicas)
-            call.is_new = False
-            if given is None and reread is not None:
-                given = reread()
-            if given is None:
-                raise Cannot(
-                    f"no rank that is left has the batch of replica {own.replica}, so the step "
-                    "cannot be repeated; give step(reread=), or start the ranks anew, and resume"
-                )
+            self._training = call
             call.rates = call.rates or self._parts.steps.rates()
-            return self._parts.steps.train(*given, stop, adapt, call.rates)
+            return self._parts.steps.train(*self._part(call, part, reread), stop, adapt, call.rates)
 
         call.run = run
         return self.news(self._make(call))
+
+    def evaluate(self, part: Part, count: int, shared: bool, **options: Any) -> Evaluation:
+        """Evaluates on a batch of `count` microbatches like `Steps.evaluate`."""
+        call = self._with_batch(part, changes=False)
+        replicas = call.replicas
+
+        def run() -> Evaluation:
+            given = part if shared else self._part(call, part, None)
+            now = replicas if shared else self._parts.engine.store.world.replicas
+            return self._parts.steps.evaluate(
+                given.inputs,
+                given.targets,
+                count * replicas // now,
+                shared=shared,
+                samples=given.samples,
+                **options,
+            )
+
+        if self._is_free:
+            return run()
+        call.run = run
+        return self._make(call)
+
+    def _with_batch(self, part: Part, *, changes: bool) -> Training:
+        view = self._parts.engine.store.world
+        kept = Part(on_host(part.inputs), on_host(part.targets), part.samples)
+        parts = {view.replica: kept}
+        return Training(
+            self._next, lambda: (), changes, changes, replicas=view.replicas, parts=parts
+        )
+
+    def _part(self, call: Training, part: Part, reread: Callable[[], Part] | None) -> Part:
+        """Returns the part of this rank's replica: what the loop gave, unless the mesh changed."""
+        own = self._parts.engine.store.world
+        given = part if call.is_new else call.part(own.replica, own.replicas)
+        call.is_new = False
+        if given is None and reread is not None:
+            given = reread()
+        if given is None:
+            raise Cannot(
+                f"no rank that is left has the batch of replica {own.replica}, so the step cannot "
+                "be repeated; give step(reread=), or start the ranks anew, and resume"
+            )
+        return given
 
     def _make(self, call: Call) -> Any:
         self._next += 1
@@ -213,8 +249,10 @@ class Recovery:
         return new
 
     @property
-    def _is_left(self) -> bool:
-        return self._parts.changes.left
+    def _is_free(self) -> bool:
+        """Whether a call is part of another one, or of a process that is no rank."""
+        parts = self._parts
+        return self._current is not None or parts.outside is not None or parts.changes.left
 
     def forget(self) -> None:
         """Forgets all, since this rank has left the run and may come back."""
@@ -273,6 +311,11 @@ class Recovery:
         if self._copies is not None:
             self._copies.wait()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies on this rank."""
+        return 0 if self._copies is None else self._copies.nbytes
+
     def _check_alone(self) -> None:
         """Raises ConfigError if another pipeline of these ranks recovers, too."""
         if self._world.recovers:
@@ -310,6 +353,8 @@ class Recovery:
         together = (set(nodes[at : at + replicas]) for at in range(0, len(nodes), replicas))
         is_safe = len(counts) == 1 or all(len(each) > 1 for each in together)
         if replicas > 1 and is_safe and not self._parts.engine.store.spreads_groups:
+            return 0
+        if len(nodes) == 1:
             return 0
         ranks = range(len(nodes))
         ways = (
@@ -421,6 +466,8 @@ class Recovery:
         world, launcher = self._world, self._launcher_of(self._home)
         arbiter = None if launcher is None else _Processes(launcher, self._places)
         former = world.store
+        with suppress(RuntimeError, TimeoutError):  # the roll call finds that the store is lost
+            call_with_limit(_ANSWER, lambda: former.set(ENDED, "a rank is gone"))
         roll_call = RollCall(
             self._home,
             self._roll_calls,
@@ -457,8 +504,9 @@ class Recovery:
         }
         shape = layout.ranks, layout.replicas
         parts.cases, parts.options = parts.new_cases(), options
+        mesh = arrange(world, layout.replicas)
         engine = parts.engine = make_engine(
-            options, world, parts.model, layout.partition, shape, layout.schedule, parts.engine
+            options, mesh, parts.model, layout.partition, shape, layout.schedule, parts.engine
         )
         restore_state(engine, goal.state, parts.cases)
         Resizing(engine).take_up(arrivals, groups or None)
@@ -508,7 +556,7 @@ class Recovery:
         tables = [json.loads(text) for text in share_texts(world, json.dumps(mine), what)]
         self._behind = min(table["current"] for table in tables)
         self._ahead = max(table["current"] for table in tables)
-        layers, lacking = self._parts.model.layers, list[int]()
+        layers, lacking = self._parts.model.layers, list[list[int]]()
         for number in sorted({n for table in tables for n in table["states"]}, reverse=True):
             givers = dict[tuple[int, int], list[int]]()
             for rank, table in enumerate(tables):
@@ -521,12 +569,14 @@ class Recovery:
             known = json.loads(told)
             parts = range(known["shape"][1]) if known["spread"] else (0,)
             wanted = [(layer, part) for layer in range(layers) for part in parts]
-            lacking = [layer for layer, part in wanted if (layer, part) not in givers]
-            if not lacking:
+            missing = {layer for layer, part in wanted if (layer, part) not in givers}
+            lacking.append(sorted(missing))
+            if not missing:
                 return _Goal(number, known, givers)
+        which = ", ".join(map(str, min(lacking, key=len, default=())))
         raise Cannot(
-            f"the ranks that are left have no copy of layers {sorted(set(lacking))}, so "
-            "the run goes on from its last checkpoint"
+            f"the ranks that are left have no copy of layers {which}; the run can go on from its "
+            "last checkpoint"
         )
 
     def _layout(self, state: dict[str, Any]) -> Layout:
@@ -549,7 +599,7 @@ class Recovery:
                     return layouts.make(ranks, each, batch // each, partition, state["schedule"])
         raise Cannot(
             f"no mesh of {size} ranks has the replicas, microbatches and accumulation groups of "
-            f"the run ({pipeline} x {replicas}), so it goes on from its last checkpoint"
+            f"the run ({pipeline} x {replicas}); it can go on from its last checkpoint"
         )
 
     def _hand_over(self, goal: _Goal, layout: Layout) -> list[Arrival]:

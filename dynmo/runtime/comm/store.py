@@ -139,6 +139,9 @@ def token_of(store: dist.Store, rank: int, is_local: bool, timeout: float) -> by
 
 
 def _attempt() -> str:
+    # On several machines torchrun's agents count apart. Then rank 0 serves a store of its own.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True":
+        return "attempt/0"
     return f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
