@@ -107,7 +107,7 @@ RUNS: dict[str, Run] = {
     "post-validation": Run(
         (4, 1),
         {"pipeline": {"schedule": "zb-h1", "post_validation": True}, "balance": _RANDOM}
-        | {"elastic": {"recover_every": 2}, "train": {"max_grad_norm": 0.5}},
+        | {"elastic": {"recover_every": 2}, "train": {"max_grad_norm": 2.1}},
         ("W", "verdict", *_BALANCED),
     ),
     "regrouping": Run(

@@ -91,6 +91,8 @@ RUNS = (
     Run("elastic", "real"),
     Run("executor_families", "real"),
     Run("exit_thresholds", "real"),
+    Run("faults", "real", "--draws 1000 --jobs 2"),
+    Run("faults.steady", "emulated", file="steady_faults"),
     Run("finetune", "real"),
     Run("freezing", "real"),
     Run("handed_on", "real"),

@@ -43,6 +43,7 @@ from benchmarks import (
     waiting,
     zero_bubble,
 )
+from benchmarks.faults.tables import tables as fault_tables
 from docs.tools.figures import result_of
 from docs.tools.sides import rates_table, sides_table
 
@@ -123,6 +124,7 @@ def result_tables() -> dict[str, str]:
         "executor_families": executor_families.table(result_of("executor_families.json")),
         "heavy_head": heavy_head.table(result_of("heavy_head.json")),
         **{f"host {name}": table for name, table in host.tables(result_of("host.json")).items()},
+        **fault_tables(result_of("faults.json")),
         "bubbles": bubbles.table(result_of("bubbles.json")["traces"]),
         "bubbles equation": bubbles.equation_table(result_of("bubbles.json")["equation"], (0.0,)),
         "batching": batching.simulated_table(result_of("batching.json")),

@@ -26,8 +26,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 
 KILLS = Fault("kill", "F", 1, 5, 2), Fault("kill", "B", 0, 18, 1)
-OF_REPLICAS = (Fault("kill", "reduction", 3, 6),)
-SLOW = Fault("stop", "message", 1, 5, seconds=0.3), Fault("slow disk", "write", 0, 7, seconds=0.5)
+OF_REPLICAS = Fault("kill", "reduction", 3, 6), Fault("kill", "optimizer step", 0, 18)
+AHEAD = (
+    Fault("kill", "verdict", 3, 5),
+    Fault("kill", "message", 0, 14),
+    Fault("kill", "snapshot", 1, 22),
+)
+HARMLESS = (
+    Fault("stop", "message", 1, 5, seconds=0.3),
+    Fault("slow disk", "write", 0, 7, seconds=0.5),
+    Fault("NaN", "B", 1, 11),
+)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +44,8 @@ SLOW = Fault("stop", "message", 1, 5, seconds=0.3), Fault("slow disk", "write", 
     [
         ("1f1b", KILLS, LIVE),
         ("replicas", OF_REPLICAS, LIVE),
-        ("1f1b", (Fault("NaN", "B", 1, 11),), UNHARMED),
-        ("1f1b", SLOW, UNHARMED),
+        ("post-validation", AHEAD, LIVE),
+        ("1f1b", HARMLESS, UNHARMED),
         ("1f1b", (Fault("flipped bit", "F", 1, 18),), RESTARTED),
         ("1f1b", (Fault("term", "B", None, 9),), LINE),
     ],
