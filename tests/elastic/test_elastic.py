@@ -11,15 +11,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynmo.change_events import GrowEvent, ReleaseEvent, RepackEvent
+from dynmo.change_events import GrowEvent, RecoverEvent, ReleaseEvent, RepackEvent
 from dynmo.config import parse
 from dynmo.event_log import read
-from dynmo.events import EndEvent, StepResult
+from dynmo.events import EndEvent, Event, StepResult
 from tests.elastic.ray_cluster import ray_cluster, why_no_ray
 from tests.elastic.slurm import slurm_cluster, why_no_slurm
 from tests.jobs import SOURCE
@@ -55,40 +56,57 @@ KILLED = RUN | {
 }
 
 
+# The same, and the other ranks go on.
+SURVIVES = KILLED | {"elastic": {"recover": "memory"}, "launch": {}}
+
+
 def command(folder: Path, launcher: str, run: dict[str, Any] = RUN) -> list[str]:
     (folder / "run.toml").write_text(parse(run).to_toml())
     return [sys.executable, "-m", "dynmo", "train", "run.toml", "--launcher", launcher]
 
 
-def rank_of(folder: Path, number: int) -> int:
+def rank_of(folder: Path, number: int, variable: str = "DYNMO_PROCESS") -> int:
     """Returns the process of a rank once a checkpoint is there."""
     wait_until(lambda: any(folder.glob("runs/run/checkpoints/step-*[0-9]")), 60)
     (process,) = (
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/environ")
-        if _has(path, f"DYNMO_PROCESS={number}", f"DYNMO_RENDEZVOUS={folder}")
+        if _has(path, f"{variable}={number}", folder)
     )
     return process
 
 
-def _has(environ: Path, *parts: str) -> bool:
+def _has(environ: Path, variable: str, folder: Path) -> bool:
     try:
         text, line = environ.read_text(), environ.with_name("cmdline").read_text()
+        is_here = environ.with_name("cwd").readlink() == folder
     except (OSError, UnicodeDecodeError):  # ended, or not ours
         return False
-    return all(part in text for part in parts) and "srun" not in line
+    return is_here and variable in text.split("\0") and "srun" not in line
 
 
 def check_restarted(folder: Path, pool: Pool, ranks: int) -> None:
     """Checks that the run has ended with the weights of one that nobody disturbed."""
     events = list(read(folder / "runs/run/events.jsonl"))
-    (end,) = [e for e in events if isinstance(e, EndEvent)]
-    assert end.reason == "done"
+    check_end(events, pool)
     steps = [e for e in events if isinstance(e, StepResult)]
     assert (len(steps[0].memory), len(steps[-1].memory)) == (3, ranks)
+
+
+def check_end(events: Sequence[Event], pool: Pool) -> None:
+    (end,) = [e for e in events if isinstance(e, EndEvent)]
+    assert end.reason == "done"
     alone = {"parallel": {}, "launch": {}, "checkpoint": {"every": 0}}
     alone["model"] = {**KILLED["model"], "f": 0, "b": 0, "w": 0}
     assert end.weights_digest == pool.run("train", 1, config=KILLED | alone)[0]["digest"]
+
+
+def check_survived(folder: Path, pool: Pool) -> None:
+    """Checks that the ranks that were left have gone on."""
+    events = list(read(folder / "runs/run/events.jsonl"))
+    (recover,) = [e for e in events if isinstance(e, RecoverEvent)]
+    assert (recover.ranks_before, recover.ranks_after) == (3, 2)
+    check_end(events, pool)
 
 
 def check(folder: Path, pool: Pool) -> list[ReleaseEvent]:
@@ -160,6 +178,25 @@ def test_slurm_run_goes_on_without_a_node(tmp_path: Path, pool: Pool) -> None:
         check_restarted(tmp_path, pool, ranks=2)
 
 
+@pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
+@pytest.mark.parametrize(("by", "number"), [("dynmo", 0), ("srun", 1)])
+def test_slurm_run_survives_a_dead_rank(tmp_path: Path, pool: Pool, by: str, number: int) -> None:
+    """By srun, rank 0 has the store."""
+    line, variable = command(tmp_path, "slurm", SURVIVES), "DYNMO_PROCESS"
+    if by == "srun":
+        srun = ["srun", "--ntasks=3", "--mpi=none", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        line, variable = [*srun, *line[:-2]], "SLURM_PROCID"
+    with slurm_cluster(3) as slurm:
+        out, given = tmp_path / "out", PATHS | {"GLOO_SOCKET_IFNAME": "lo"}
+        slurm.submit(line, 3, "train", out, given, [f"--chdir={tmp_path}"])
+        try:
+            os.kill(rank_of(tmp_path, number, variable), signal.SIGKILL)
+            slurm.wait_for_state("train", None)
+        finally:
+            print(out.read_text())
+        check_survived(tmp_path, pool)
+
+
 # A second job of the cluster. It asks for two GPUs once none is free, holds them until the run is
 # about to ask for others, and prints when it ended.
 OTHER = """
@@ -205,3 +242,13 @@ def test_ray_run_starts_again(tmp_path: Path, pool: Pool) -> None:
         assert "restart 1 of 2 goes on from runs/run/checkpoints/step-" in said
         assert " ranks (" not in said
         check_restarted(tmp_path, pool, ranks=3)
+
+
+@pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
+def test_ray_run_survives_a_dead_rank(tmp_path: Path, pool: Pool) -> None:
+    with ray_cluster(gpus=3) as cluster:
+        run = cluster.start(command(tmp_path, "ray", SURVIVES), tmp_path, PATHS)
+        os.kill(rank_of(tmp_path, 0), signal.SIGKILL)
+        _, said = run.communicate(timeout=90)
+        assert run.returncode == 0, said
+        check_survived(tmp_path, pool)
