@@ -26,7 +26,8 @@ takes half as long to simulate as the paper's four times. `--only growth` places
 both numbers, on 8 to 24 ranks: `benchmarks.traces_growth`.
 
 Early exit and mixture of depths have a table of their own, because their costs differ at every
-step: `benchmarks.traces_stepwise`.
+step: `benchmarks.traces_stepwise`. `--only moves` moves layers at each of these steps, between
+steps and ahead: `benchmarks.traces_moves`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import traces_growth, traces_stepwise
+from benchmarks import traces_growth, traces_moves, traces_stepwise
 from benchmarks.cost_traces import (
     CASES,
     Layers,
@@ -298,7 +299,7 @@ def draw(result: dict[str, Any]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Prints the tables, and the figures that they lack."""
     print(*tables(result), sep="\n\n", end="\n\n")
-    shown = ("rows", "stepwise", "growth")
+    shown = ("rows", "stepwise", "growth", "moves")
     others = {key: value for key, value in result.items() if key not in shown}
     print(json.dumps(others, indent=1))
 
@@ -312,6 +313,8 @@ def tables(result: dict[str, Any]) -> list[str]:
         texts += [table(result["rows"]), summary(result["rows"])]
     if "stepwise" in result:
         texts.append(traces_stepwise.table(result["stepwise"]))
+    if "moves" in result:
+        texts.append(traces_moves.table(result["moves"]))
     if "growth" in result:
         texts += [
             traces_growth.table(result["growth"]),
@@ -399,6 +402,10 @@ def emulated(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def moves(steps: int) -> list[dict[str, Any]]:
+    return run_ranks("benchmarks.traces_moves:moves", traces_moves.RANKS, steps=steps)
+
+
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
     cases = CASES[: options.cases]
     rows = [
@@ -430,6 +437,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "stepwise": lambda: traces_stepwise.stepwise(options.blocks, RANKS),
         "growth": lambda: traces_growth.growth(options.blocks, options.cases, options.stride),
         "emulated": lambda: emulated(options),
+        "moves": lambda: {"moves": moves(options.steps)},
     }
     result: dict[str, Any] = {}
     for name in (options.only,) if options.only else parts:
@@ -446,16 +454,17 @@ def main() -> None:
     add_number(parser, "stride", traces_growth.STRIDE, "of growth: every so many-th moment")
     parser.add_argument(
         "--only",
-        choices=("simulated", "stepwise", "growth", "emulated"),
+        choices=("simulated", "stepwise", "growth", "emulated", "moves"),
         help=(
             "one part: the simulator, the simulator step by step, the gain by ranks and blocks, "
-            "or 48 blocks on real ranks that sleep"
+            "48 blocks on real ranks that sleep, or moves between and during steps"
         ),
     )
     parser.add_argument(
         "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"
     )
     add_number(parser, "pairs", 3, "of the emulated runs: how often each placement takes its turn")
+    add_number(parser, "steps", 6, "of the moves: steps of each trace")
     run(parser, measure, show, draw)
 
 

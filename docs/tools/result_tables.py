@@ -38,6 +38,7 @@ from benchmarks import (
     traces,
     traces_emulated,
     traces_growth,
+    traces_moves,
     traces_stepwise,
     unequal,
     waiting,
@@ -149,6 +150,7 @@ def result_tables() -> dict[str, str]:
             *("ranks", "perfect", "bound", "published", "pilot"),
             *("ours / best static", "ours / optimum"),
         ),
+        "traces moves": traces_moves.table(of_traces["moves"]),
         "traces emulated": _without(
             traces_emulated.emulated_table(of_traces["emulated"]), *_SECONDS, "blocks", "over dense"
         ),

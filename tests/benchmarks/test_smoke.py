@@ -85,6 +85,7 @@ LONG = (
     "scaling --only simulated --stride 24",
     "steadiness --runs 1 --steps 10 --blocks 1 --busy 0",
     "traces --only growth --cases 1 --stride 24",
+    "traces --only moves --steps 2",
     "traces --only simulated --blocks 24 --cases 1",
     "traces --only stepwise --blocks 24",
     "uneven --rounds 1 --milliseconds 1 --microbatches 8",
