@@ -126,11 +126,11 @@ class Recovery:
         self._current: Call | None = None
         self._training: Training | None = None
         self._returned = -1  # the newest step whose result the loop has
-        self._in_a_row = 0  # faults without a copy between them
+        self._in_a_row = 0  # faults without a new step between them
         # Lowest and highest number of a call that some rank was in at the last fault.
         self._behind = self._ahead = 0
         self._owed: list[StepResult] = []  # of steps that were repeated
-        self._copied = -1  # the step of the newest copy
+        self._copied = self._farthest = -1  # the steps of the newest copy, and of the farthest one
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -277,6 +277,8 @@ class Recovery:
             return
         parts.steps.settle()
         if is_new:
+            if self._copied_in is not None and self._copied_in[0] == world.generation:
+                self.settle()  # the same ranks are another mesh
             self._count_ranks(call)
         assert self._copies is not None
         engine, changes, store = parts.engine, parts.changes, parts.engine.store
@@ -295,7 +297,9 @@ class Recovery:
             store.world.replica if spread else 0,
             ((i, store.modules[i], store.state(i, whole=not spread)) for i in sorted(store.layers)),
         )
-        self._copied, self._in_a_row = step, 0
+        if step > self._farthest:
+            self._farthest, self._in_a_row = step, 0
+        self._copied = step
         engine.before_update = self._before_update
         first = min(self._copies.complete(), default=call.number)
         self._journal = [each for each in self._journal if each.number >= first]

@@ -137,7 +137,7 @@ class Verdict(NamedTuple):
         wait: The first that could not end well.
         ranks: The global ranks that keep it waiting. Empty if all wait for one another.
         seconds: How long it has lasted.
-        key: The option of its limit. None: that of the wait.
+        key: The option of its limit. None: that of the wait. `ENDED`: another rank has told the end.
         said: What these ranks have told last.
     """
 
@@ -329,7 +329,7 @@ class Heartbeat:
                 said = self._ask(self.lost)
             if said:
                 seconds = time.monotonic() - waits[0].begun
-                self.verdict = Verdict(waits[0], [], seconds, None, said)
+                self.verdict = Verdict(waits[0], [], seconds, ENDED, said)
                 self._end_waits()
                 if self.abort is not None:
                     self.abort()

@@ -26,7 +26,7 @@ from dynmo.errors import InputError, PeerFailed, RankDied, RunError, WaitTimeout
 from dynmo.kernels.torch_private import set_group_timeout
 from dynmo.runtime.comm.device_waits import POLL, DeviceWait, DeviceWaits, StagedReceive
 from dynmo.runtime.comm.headers import TAG_SUMS
-from dynmo.runtime.comm.heartbeat import Heartbeat, Verdict, Wait
+from dynmo.runtime.comm.heartbeat import ENDED, Heartbeat, Verdict, Wait
 from dynmo.runtime.comm.process_groups import new_group
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.store import find_present
@@ -438,10 +438,13 @@ class RankGroup:
             verdict = Verdict(wait, ranks, self.timeout, None, "")
         else:
             verdict = everyone.heartbeat.late(wait)
+        me, what = everyone.describe_rank(everyone.rank), verdict.wait.what
+        if verdict.key == ENDED:
+            return WaitTimeout(f"{me} waits no longer for {what}: {verdict.said}")
         limit = verdict.wait.world.timeout
         seconds = limit if verdict.seconds < 2 * limit else round(verdict.seconds)
-        me, others = everyone.describe_rank(everyone.rank), everyone.name_ranks(verdict.ranks)
-        waited = f"{me} waited {seconds:g} s for {others}: {verdict.wait.what}"
+        others = everyone.name_ranks(verdict.ranks)
+        waited = f"{me} waited {seconds:g} s for {others}: {what}"
         key = verdict.key or ("timeout" if everyone.after_setup is None else "work_timeout")
         said = f"; {verdict.said}" if verdict.said else ""
         return WaitTimeout(

@@ -105,7 +105,7 @@ class RollCall:
             why = f"it has not answered for {_ANSWER:g} s"
         except RunError:
             raise
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             why = reason(error)
         raise RunError(f"rank {self.rank} lost the store of the run after a fault ({why})")
 
