@@ -137,7 +137,7 @@ class Verdict(NamedTuple):
         wait: The first that could not end well.
         ranks: The global ranks that keep it waiting. Empty if all wait for one another.
         seconds: How long it has lasted.
-        key: The option of its limit. None: that of the wait. `ENDED`: another rank has told the end.
+        key: The option of its limit. None: that of the wait. `ENDED`: another rank has ended it.
         said: What these ranks have told last.
     """
 
@@ -428,6 +428,7 @@ def end_waits(group: Any) -> None:
 
     gloo ends all connections of the group once a single message is late.
     """
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, TAG_END).wait(timedelta(milliseconds=1))
+    for peer in range(group.size()):  # a message of a rank that is gone fails before it is late
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, TAG_END).wait(timedelta(milliseconds=1))
