@@ -15,6 +15,8 @@ STEPS = 40
 SAVES_EVERY = 8
 TIMEOUT = 5
 """Seconds of `parallel.timeout`. A silent rank is noticed by then."""
+WORK_TIMEOUT = 20
+"""Seconds of `parallel.work_timeout`, by which a wait in the set-up ends."""
 
 _RANDOM = {"balancer": "python:benchmarks.baselines.placements:random", "every": 4}
 _FREEZING = {"cases": ["freezing"], "freezing": {"schedule": [[6, 1], [20, 2]]}}
@@ -57,7 +59,7 @@ class Run:
             "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
             "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, "eval_every": 20}
             | {"reduction_slots": 4, "eval_batches": 2},
-            "parallel": {"timeout": TIMEOUT},
+            "parallel": {"timeout": TIMEOUT, "work_timeout": WORK_TIMEOUT},
             "balance": {"balancer": "none"},
             "checkpoint": {"every": SAVES_EVERY},
             "elastic": {"recover": "memory"},
@@ -198,10 +200,9 @@ def draw(
     name = random.choice([x for x in RUNS if x != "emulated" or kind != "NaN"])
     run = RUNS[name]
     if kind == "NaN":
-        # With the loss of one microbatch the whole step is lost.
-        first = Fault(
-            "NaN", random.choice("FB"), _rank(random, run), random.randrange(1, STEPS - 2)
-        )
+        # The first stage hands no gradients on.
+        phase, rank = random.choice([("F", _rank(random, run)), ("B", run.ranks - 1)])
+        first = Fault("NaN", phase, rank, random.randrange(1, STEPS - 2))
         return Draw(number, name, (first,))
     seconds = _seconds(random, kind)
     is_timed = random.random() < 0.5
