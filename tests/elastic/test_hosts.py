@@ -28,7 +28,11 @@ from tests.pool import Pool
 from tests.processes import end_all, living, start, wait_until
 
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.clusters, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [
+    pytest.mark.clusters,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120.0  # seconds: the machine may be busy
