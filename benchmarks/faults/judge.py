@@ -218,7 +218,7 @@ def _problem_of_end(done: dict[str, Any], text: str) -> str:
 
 
 def _problem_of_line(status: int, draw: Draw, line: str) -> str:
-    stopped = status == 130 and draw.kind == "term"
+    stopped = status == 130 and any(fault.kind == "term" for fault in draw.faults)
     if status != 1 and not stopped:
         return f"status {status}: {line}"
     return "" if line.startswith("dynmo:") else f"no line at the end: {line}"
