@@ -49,7 +49,7 @@ PHASES = {
     "copies": "dynmo.runtime.state.copies.Copies.take",
     "recovery": "dynmo.pipeline.recovery.Recovery._go_on",
     "roll call": "dynmo.runtime.comm.survivors.RollCall.members",
-    "hand-over": "dynmo.pipeline.recovery.Recovery._hand_over",
+    "hand-over": "dynmo.pipeline.recovery.hand_over",
     "end": "dynmo.pipeline.pipeline.Pipeline.digest",
 }
 """The function whose call begins a phase of a run."""

@@ -85,6 +85,7 @@ RUNS = (
     Run("balanced_routing", "real"),
     Run("batching", "real", draws=True),
     Run("cases", "real", draws=True),
+    Run("copies", "real"),
     Run("decision_path", "real"),
     Run("step_path", "real"),
     Run("deferred", "real"),

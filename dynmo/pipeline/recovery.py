@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -31,20 +31,20 @@ from dynmo.elastic.manager import RankPlace, own_place
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.events import StepResult
 from dynmo.models.group_placement import GroupPlacement
-from dynmo.pipeline.assembly import first_partition, make_engine
+from dynmo.pipeline.assembly import make_engine
+from dynmo.pipeline.goal import Cannot, find_goal, hand_over, layout_of
 from dynmo.pipeline.journal import Call, Part, Training, on_host, share_parts
 from dynmo.pipeline.resizing import NextMesh, Resizing
 from dynmo.pipeline.results import Evaluation
 from dynmo.pipeline.saving import restore_state, state_of
-from dynmo.plan.partition import Layout, Move, Partition
+from dynmo.plan.partition import Layout, Partition
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.heartbeat import ENDED, end_waits
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.signed_store import SignedStore
 from dynmo.runtime.comm.survivors import Members, RollCall
 from dynmo.runtime.comm.waits import call_with_limit, clear_frames, first_line
-from dynmo.runtime.state.copies import Copies, LayerCopy
-from dynmo.runtime.state.migration import Arrival, Packed, exchange, holders, unpack
+from dynmo.runtime.state.copies import Copies
 
 if TYPE_CHECKING:
     from dynmo.pipeline.parts import Parts
@@ -57,25 +57,6 @@ _ANSWER = 5.0
 _MOST = 5
 
 T = TypeVar("T")
-
-
-class Cannot(RunError):
-    """A fault from which only a restart goes on."""
-
-
-@dataclass(frozen=True)
-class _Goal:
-    """A copy to go back to, as all ranks know it.
-
-    Attributes:
-        number: Number of the call that began with it.
-        state: The run's own part, before the step.
-        givers: Ranks that have each layer, by the replica whose part it is.
-    """
-
-    number: int
-    state: dict[str, Any]
-    givers: dict[tuple[int, int], list[int]]
 
 
 class _Processes:
@@ -490,10 +471,12 @@ class Recovery:
         Returns the number of the call that began with it.
         """
         parts, world, before = self._parts, self._world, self._parts.changes
-        goal = self._find(call)
-        layout = self._layout(goal.state)
+        assert self._copies is not None, "the ranks were counted"
+        goal = find_goal(world, self._copies, parts.model.layers, call.number)
+        self._behind, self._ahead = goal.behind, goal.ahead
+        layout = layout_of(goal, world.size, before.options, parts.engine)
         parts.engine.store.empty()
-        arrivals = self._hand_over(goal, layout)
+        arrivals = hand_over(world, goal, self._copies, layout)
         ranks = layout.ranks * layout.replicas
         left = [*dead, *self._places[ranks:]]
         if ranks < world.size:
@@ -546,99 +529,6 @@ class Recovery:
     def _share(self, calls: Sequence[Training]) -> None:
         own = self._parts.engine.store.world
         share_parts(own, calls, own.replica, own.replicas)
-
-    def _find(self, call: Call) -> _Goal:
-        """Finds the newest step that is complete on the ranks that are left."""
-        assert self._copies is not None, "the ranks were counted"
-        copies, world = self._copies.complete(), self._world
-        mine = {
-            "current": call.number,
-            "layers": [[n, *key] for n, each in copies.items() for x in each for key in x.layers],
-            "states": [n for n, each in copies.items() if any(x.state for x in each)],
-        }
-        what = "the copies that are left"
-        tables = [json.loads(text) for text in share_texts(world, json.dumps(mine), what)]
-        self._behind = min(table["current"] for table in tables)
-        self._ahead = max(table["current"] for table in tables)
-        layers, lacking = self._parts.model.layers, list[list[int]]()
-        for number in sorted({n for table in tables for n in table["states"]}, reverse=True):
-            givers = dict[tuple[int, int], list[int]]()
-            for rank, table in enumerate(tables):
-                for at, layer, replica in table["layers"]:
-                    if at == number and rank not in givers.setdefault((layer, replica), []):
-                        givers[layer, replica].append(rank)
-            teller = next(r for r, table in enumerate(tables) if number in table["states"])
-            state = next((each.state for each in copies.get(number, ()) if each.state), "")
-            told = share_texts(world, state if world.rank == teller else "", what)[teller]
-            known = json.loads(told)
-            parts = range(known["shape"][1]) if known["spread"] else (0,)
-            wanted = [(layer, part) for layer in range(layers) for part in parts]
-            missing = {layer for layer, part in wanted if (layer, part) not in givers}
-            lacking.append(sorted(missing))
-            if not missing:
-                return _Goal(number, known, givers)
-        which = ", ".join(map(str, min(lacking, key=len, default=())))
-        raise Cannot(
-            f"the ranks that are left have no copy of layers {which}; the run can go on from its "
-            "last checkpoint"
-        )
-
-    def _layout(self, state: dict[str, Any]) -> Layout:
-        """Returns the layout of the ranks that are left: as many of them as possible."""
-        parts, size = self._parts, self._world.size
-        counts = tuple(state["partition"])
-        pipeline, replicas = state["shape"]
-        batch, layouts = state["microbatches"], parts.engine.layouts
-        if size == pipeline * replicas:
-            partition = Partition(counts)
-            return layouts.make(pipeline, replicas, batch // replicas, partition, state["schedule"])
-        rule = parts.changes.options.mesh_rule(parts.model.layers)
-        for count in range(size, 0, -1):
-            for ranks, each in sorted(rule.shapes(count), key=lambda shape: -shape[1]):
-                fits = each == replicas if state["spread"] else each <= replicas
-                if fits and batch % each == 0:
-                    partition = first_partition(parts.changes.options, parts.model.layers, ranks)
-                    if ranks == pipeline:
-                        partition = Partition(counts)
-                    return layouts.make(ranks, each, batch // each, partition, state["schedule"])
-        raise Cannot(
-            f"no mesh of {size} ranks has the replicas, microbatches and accumulation groups of "
-            f"the run ({pipeline} x {replicas}); it can go on from its last checkpoint"
-        )
-
-    def _hand_over(self, goal: _Goal, layout: Layout) -> list[Arrival]:
-        """Hands copies to where their layers belong. Returns this rank's layers."""
-        assert self._copies is not None, "the ranks were counted"
-        world, spread = self._world, bool(goal.state["spread"])
-        moves, own = list[Move](), list[tuple[int, int]]()
-        after = holders(layout.partition, layout.stage_ranks, layout.replicas)
-        for layer, ranks in enumerate(after):
-            turn = 0
-            for replica, rank in enumerate(ranks):
-                key = layer, replica if spread else 0
-                if rank in goal.givers[key]:
-                    own += [key] * (rank == world.rank)
-                    continue
-                givers = goal.givers[key]
-                moves.append(Move(layer, givers[turn % len(givers)], rank))
-                turn += 1
-        kept = dict[tuple[int, int], LayerCopy]()
-        for copy in self._copies.complete().get(goal.number, ()):
-            kept |= copy.layers
-
-        def leaving(move: Move) -> Packed:
-            replica = after[move.layer].index(move.target) if spread else 0
-            text, tensors = kept[move.layer, replica]
-            return text, [tensor.to(world.device) for tensor in tensors]
-
-        arrivals = list[Arrival]()
-        exchange(world, moves, leaving, lambda *_: None, arrivals.extend)
-        for key in own:
-            arrival = unpack(kept[key].text, Move(key[0], world.rank, world.rank), world.device)
-            for tensor, value in zip(arrival.tensors.values(), kept[key].tensors, strict=True):
-                tensor.copy_(value)
-            arrivals.append(arrival)
-        return arrivals
 
     def _part_with_others(self, ranks: int) -> None:
         """Leaves ranks out that no mesh has a place for. They wait to be called."""

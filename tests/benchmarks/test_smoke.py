@@ -54,6 +54,7 @@ LONG = (
     "cases --case freezing --steps 20 --pairs 1",
     "cases --case mixture_of_depths --steps 20 --pairs 1",
     "cases --case pruning --steps 20 --pairs 1",
+    "copies --rounds 1 --hidden 64 --rows 64",
     "decision_path",
     "step_path",
     "delays --stride 24 --draws 1 --settings 1 --pairs 1 --shortest 0.001",
