@@ -264,6 +264,13 @@ class Dynamism(Protocol):
         """
         return ()
 
+    def attach(self, layers: Layers) -> None:
+        """Takes note of the model, before a first copy of the ranks' layers and after a fault.
+
+        Called with `elastic.recover` alone, for cases whose `state` or `observe` need the model.
+        It must not ask other ranks for anything.
+        """
+
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         """Collects what layers have counted in the step before.
 

@@ -70,6 +70,11 @@ class Cases:
         """True if layers of one kind and size take equally long until a change is announced."""
         return not self._varies and all(case.announces for case in self.all)
 
+    def attach(self) -> None:
+        for case in self.all:
+            with named(case, "attach"):
+                case.attach(self._context)
+
     def collect(self, step: int) -> Iterator[tuple[Dynamism, TokenShares]]:
         """Collects what layers have counted in the step before. For use before layers move."""
         for case in self.all:

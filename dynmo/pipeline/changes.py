@@ -44,6 +44,7 @@ class Changes:
         elastic: Changes the number of ranks. None if that is not wanted.
         tracer: Records the ops. None if that is not wanted.
         token_shares: What each case has counted last, by its name.
+        before_acting: Called before the cases act before a step.
         made: The step before which all changes were made.
     """
 
@@ -65,6 +66,7 @@ class Changes:
         self.tracer: Tracer | None = None
         self.token_shares: dict[str, TokenShares] = {}
         self._joins_at = joins_at
+        self.before_acting: Callable[[int], None] = lambda _: None
         self.made: int | None = None
         self._placed: int | None = None  # the step before which ranks and layers were
         self._barrier_stays = False  # although the options ask for none
@@ -95,12 +97,17 @@ class Changes:
                     self.consider(step)
                 self._placed = step
         if not self.left:
+            self.before_acting(step)
             self._act(step)
         self.made = step
 
-    def made_before(self, step: int) -> None:
-        """Takes note that the engine is as it was after the changes before a step."""
-        self.made = self._placed = step
+    def made_before(self, step: int, *, acts: bool) -> None:
+        """Takes note that the engine is as it was after the changes before a step.
+
+        Args:
+            acts: Whether the cases have still to act.
+        """
+        self._placed, self.made = step, None if acts else step
 
     def _collect(self, step: int) -> None:
         with self._all_cases(step):

@@ -89,6 +89,9 @@ class CountingCase(Dynamism):
         self._every, self._counts = record_every, Counts(numbers)
         self._layers: Layers | None = None
 
+    def attach(self, layers: Layers) -> None:
+        self._layers = layers
+
     @abstractmethod
     def act(self, step: int, layers: Layers) -> Change | None:
         # A newcomer collects nothing before its first step. The next save sums on all ranks.

@@ -82,7 +82,6 @@ class Parts:
         extra: What the loop has kept in the checkpoint.
         saves: Saves when it is time to.
         recovery: Goes on after a fault. None if that is not wanted.
-        new_cases: Makes the dynamic cases anew.
         outside: Steps of the time before this process was outside. None while it is a rank.
     """
 
@@ -111,8 +110,8 @@ class Parts:
             torch.use_deterministic_algorithms(True)  # CPU kernels are, with fixed threads
         check_own_rules(options)
         facts = options.facts(model.layers, model.options, on_cuda)
-        self.new_cases = partial(make_cases, cases, facts)
-        self.cases = self.new_cases()
+        self._make_cases = partial(make_cases, cases, facts)
+        self.cases = self._make_cases()
         self._checks_memory = checks_memory and options.memory_limit is not None
         limit = rank_memory_limit(options, world)
         self.options = options.model_copy(update={"memory_limit": limit})
@@ -284,7 +283,7 @@ class Parts:
 
         newcomer = state_from(text)
         state = newcomer.state
-        self.cases = self.new_cases()
+        self.cases = self._make_cases()
         if newcomer.microbatches != self.options.all_microbatches:
             self.options = self.options.with_microbatches(newcomer.microbatches)
         # First, because all other ranks wait while this one joins.
@@ -316,6 +315,8 @@ class Parts:
             loss,
             step if joined else None,
         )
+        if self.recovery is not None:
+            self.changes.before_acting = self.recovery.before_acting
         self.saves.step = step
         self.steps = Steps(
             engine,

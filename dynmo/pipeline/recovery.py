@@ -105,7 +105,7 @@ class Recovery:
         self._journal: list[Call] = []
         self._next = 0
         self._current: Call | None = None
-        self._training: Training | None = None
+        self._running: Call | None = None
         self._returned = -1  # the newest step whose result the loop has
         self._in_a_row = 0  # faults without a new step between them
         # Lowest and highest number of a call that some rank was in at the last fault.
@@ -137,7 +137,6 @@ class Recovery:
         call = self._with_batch(part, changes=True)
 
         def run() -> tuple[StepResult, ...]:
-            self._training = call
             call.rates = call.rates or self._parts.steps.rates()
             return self._parts.steps.train(*self._part(call, part, reread), stop, adapt, call.rates)
 
@@ -215,7 +214,7 @@ class Recovery:
             self._current = None
 
     def _run(self, call: Call) -> Any:
-        elastic = self._parts.changes.elastic
+        elastic, self._running = self._parts.changes.elastic, call
         if elastic is not None:
             # Others have made the call before, and a newcomer would not know of it.
             elastic.waits = call.number < self._ahead
@@ -243,9 +242,18 @@ class Recovery:
 
     # -- copies ------------------------------------------------------------------------------------
 
+    def before_acting(self, step: int) -> None:
+        """Begins a copy before cases act before a step, if that is due."""
+        self._copy(step, acts=True)
+        if self._copies is not None and any(x.acts(step) for x in self._parts.changes.cases.all):
+            self._copies.wait_copied()
+
     def before_training(self, step: int) -> None:
-        """Begins a copy before a step, if that is due."""
-        call, world = self._training, self._world
+        """Begins a copy before a step, if that is due and there is none."""
+        self._copy(step, acts=False)
+
+    def _copy(self, step: int, *, acts: bool) -> None:
+        call, world = self._running, self._world
         if call is None:
             return
         parts = self._parts
@@ -261,11 +269,13 @@ class Recovery:
             if self._copied_in is not None and self._copied_in[0] == world.generation:
                 self.settle()  # the same ranks are another mesh
             self._count_ranks(call)
+            parts.changes.cases.attach()
         assert self._copies is not None
         engine, changes, store = parts.engine, parts.changes, parts.engine.store
         spread = store.spread.placements
         extra: dict[str, Any] = {
             "step": step,
+            "acts": acts,
             "shape": list(store.layout.shape),
             "microbatches": changes.options.all_microbatches,
             "spread": [[layer, each.holders] for layer, each in sorted(spread.items())],
@@ -490,7 +500,7 @@ class Recovery:
             for layer, each in goal.state["spread"]
         }
         shape = layout.ranks, layout.replicas
-        parts.cases, parts.options = parts.new_cases(), options
+        parts.options = options
         mesh = arrange(world, layout.replicas)
         engine = parts.engine = make_engine(
             options, mesh, parts.model, layout.partition, shape, layout.schedule, parts.engine
@@ -504,11 +514,12 @@ class Recovery:
         self._owed += [result for result in parts.steps.take() if result.step < step]
         parts.begin_at(step, math.nan if loss is None else loss, goal.state["moves"])
         changes = parts.changes
-        changes.made_before(step)
+        changes.made_before(step, acts=goal.state["acts"])
         changes.elastic = before.elastic
         if before.tracer is not None:
             changes.tracer = parts.new_tracer()  # a trace has passes of all ranks
         changes.cases.skipped = before.cases.skipped
+        changes.cases.attach()
         if changes.elastic is not None:
             pipeline, replicas = goal.state["shape"]
             former = NextMesh(

@@ -66,6 +66,9 @@ class ExpertsCase(Dynamism):
         if any(hasattr(_router(modules[index]), "bias") for index in layers):
             self._rate = ModelOptions().bias_rate
 
+    def attach(self, layers: Layers) -> None:
+        self._layers = layers
+
     def act(self, step: int, layers: Layers) -> Change | None:
         self._layers = layers
         return self._place(layers) if self._decides(step) else None

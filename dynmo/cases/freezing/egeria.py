@@ -68,6 +68,9 @@ class Egeria(PrefixCase):
     def check(self, modules: Sequence[nn.Module]) -> None:
         self._most = min(self._most, last_to_learn(modules))
 
+    def attach(self, layers: Layers) -> None:
+        self._layers = layers
+
     def act(self, step: int, layers: Layers) -> Change | None:
         """Freezes stale modules, or thaws all. Watches a step that is read."""
         self._layers = layers
