@@ -130,6 +130,16 @@ _RESULTS = ("adapt", "drain", "finish")
 _CHANGES = ("adapt", "move", "freeze", "unfreeze", "load", "load_state_dict")
 
 
+def rows_of(batch: Any) -> int | None:
+    """Returns the rows of a batch, or its microbatches if it is a list. None if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else None
+    if isinstance(batch, Mapping):
+        named = cast("Mapping[str, Any]", batch)
+        return next((rows_of(each) for each in named.values() if each is not None), None)
+    return len(cast("list[Any]", batch)) if isinstance(batch, list) else None
+
+
 def on_host(batch: Any) -> Any:
     """Returns a copy of a batch, or of a part of one."""
     if isinstance(batch, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -24,8 +24,7 @@ from dynmo.errors import ConfigError
 from dynmo.events import DataEvent
 from dynmo.models.rows import batches_of
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.pipeline.views import MeshView
-from dynmo.runtime.comm.agreement import agree, maxima, raised_on_all, share_texts
+from dynmo.runtime.comm.agreement import raised_on_all, share_texts
 
 _DEFAULT = DataOptions()
 
@@ -188,7 +187,7 @@ class Loader:
             if self._held_out is not None:
                 others, digest = len(self._held_out), digest + _digest(self._held_out)
         if compares:
-            length, others = compared(mesh, digest, (length, others))
+            length, others = mesh.compared(digest, (length, others))
             self._met = generation
         if not options.streaming:
             shares = options.held_out_share, others
@@ -311,17 +310,3 @@ def _digest(records: Records) -> bytes:
             return str(error)
 
     return f"{len(records)} {end(0)} {end(len(records) - 1)}".encode()
-
-
-def compared(mesh: MeshView, digest: bytes | None, lengths: Sequence[int]) -> list[int]:
-    """Returns the lengths of data after all ranks have compared theirs. None: a rank has none.
-
-    Raises:
-        RunError: Ranks read different data.
-    """
-
-    def compare() -> list[int]:
-        agree(mesh.world, digest, "the data (data.source)")
-        return [int(length) for length in maxima(mesh.world, lengths)]
-
-    return mesh.together(compare)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dynmo.change_events import RecoverEvent
 from dynmo.elastic.launch import Arbiter, FolderStore
 from dynmo.elastic.manager import RankPlace, own_place
-from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
+from dynmo.errors import ConfigError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.events import StepResult
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.goal import Cannot, find_goal, hand_over, layout_of
-from dynmo.pipeline.journal import Call, Part, Training, on_host, share_parts
+from dynmo.pipeline.journal import Call, Part, Training, on_host, rows_of, share_parts
 from dynmo.pipeline.resizing import NextMesh, Resizing
 from dynmo.pipeline.results import Evaluation
 from dynmo.pipeline.saving import restore_state, state_of
@@ -110,6 +110,7 @@ class Recovery:
         self._in_a_row = 0  # faults without a new step between them
         # Lowest and highest number of a call that some rank was in at the last fault.
         self._behind = self._ahead = 0
+        self._rows: tuple[int, int] | None = None  # of the last batch here, and the replicas
         self._owed: list[StepResult] = []  # of steps that were repeated
         self._copied = self._farthest = -1  # the steps of the newest copy, and of the farthest one
 
@@ -134,6 +135,8 @@ class Recovery:
         """Trains on a batch like `Steps.train`, and keeps the batch."""
         # A load may have gone back.
         self._returned = min(self._returned, self._parts.steps.done - 1)
+        if not self._is_free:
+            self._check_rows(part)
         call = self._with_batch(part, changes=True)
 
         def run() -> tuple[StepResult, ...]:
@@ -164,6 +167,19 @@ class Recovery:
             return run()
         call.run = run
         return self._make(call)
+
+    def _check_rows(self, part: Part) -> None:
+        """Raises InputError if a batch was read ahead, for the replicas before a fault."""
+        replicas, rows = self._parts.engine.store.world.replicas, rows_of(part.inputs)
+        if rows is None:
+            return
+        before, self._rows = self._rows, (rows, replicas)
+        if before is not None and before[1] != replicas and rows * replicas != math.prod(before):
+            raise InputError(
+                f"the batch has {rows} rows for one of {replicas} replicas, but before the mesh "
+                f"changed each of {before[1]} had {before[0]}; a DataLoader has read it ahead for "
+                "the mesh before, so make a new iterator after a fault, or read without workers"
+            )
 
     def _with_batch(self, part: Part, *, changes: bool) -> Training:
         view = self._parts.engine.store.world

@@ -20,6 +20,7 @@ from dynmo.pipeline.changes import Changes
 from dynmo.pipeline.journal import surviving
 from dynmo.pipeline.parts import Parts
 from dynmo.plan.partition import Partition
+from dynmo.runtime.comm.agreement import agree, maxima
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.state.layer_store import LayerStore
@@ -112,6 +113,23 @@ class MeshView(_View):
         """Generation in which ranks have joined last. 0 if none has since the last fault."""
         elastic = self._changes.elastic
         return 0 if elastic is None else elastic.grown
+
+    def compared(self, digest: bytes | None, lengths: Sequence[int]) -> list[int]:
+        """Returns the lengths of data after all ranks have compared theirs.
+
+        Args:
+            digest: That of the data. None if this rank reads none.
+            lengths: Of each part of it. 0 if this rank reads none.
+
+        Raises:
+            RunError: Ranks read different data.
+        """
+
+        def compare() -> list[int]:
+            agree(self.world, digest, "the data (data.source)")
+            return [int(length) for length in maxima(self.world, lengths)]
+
+        return self.together(compare)
 
     @surviving
     def together(self, run: Callable[[], T]) -> T:

@@ -25,7 +25,6 @@ from dynmo.errors import ConfigError
 from dynmo.models.model import Model
 from dynmo.models.options import ModelOptions
 from dynmo.models.rows import batches_of
-from dynmo.pipeline.loader import compared
 
 
 def order_of(config: Config, lengths: Sequence[int]) -> Order:
@@ -152,7 +151,7 @@ class TextLoader:
             )
             digest = b"".join(map(_digest, corpora))
         if compares:
-            lengths = compared(pipeline.mesh, digest, lengths)
+            lengths = pipeline.mesh.compared(digest, lengths)
         self._order = order_of(config, lengths)
         self.evaluates_on = held_out_text(
             data.sources[-1], self._order.held_out_windows, "sequences"

@@ -65,7 +65,7 @@ def test_a_run_with_faults_ends_with_the_undisturbed_digest(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(12))
 def test_drawn_faults(number: int, place: Workplace) -> None:
     why = hosts.why_not()
     without = ("cut network", "slow network", "full disk") if why else ()

@@ -12,7 +12,7 @@ from dynmo.elastic.manager import own_place
 from dynmo.elastic.newcomer import Newcomer, newcomer_text
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.meeting import Meeting
-from dynmo.runtime.state import migration
+from dynmo.runtime.state import layer_store, migration
 from dynmo.train.run import come_back
 from dynmo.train.trainer import Trainer
 from tests.jobs import model_of, parsed, train_elastic
@@ -73,6 +73,6 @@ def at_speeds(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
 def cannot_give(world: Meeting, config: dict[str, Any]) -> dict[str, Any]:
     """As `train_elastic`, on ranks of which the last cannot pack a layer."""
     fail = mock.Mock(side_effect=OSError("no memory to pack"))
-    pack = fail if world.rank == world.size - 1 else migration.pack
-    with mock.patch.object(migration, "pack", pack):
+    pack = fail if world.rank == world.size - 1 else layer_store.pack
+    with mock.patch.object(layer_store, "pack", pack):
         return train_elastic(world, config)

@@ -299,7 +299,10 @@ class Supervisor:
             log.seek(self._shown[number])
             lines = b"".join(log.read().rpartition(b"\n")[:2])
             self._shown[number] += len(lines)
-            sys.stderr.write(lines.decode(errors="replace"))
+            said = lines.partition(b"Traceback (most recent call last):")[
+                0
+            ]  # the rest is for the log
+            sys.stderr.write(said.decode(errors="replace"))
 
     def _act_on(
         self, ranks: Sequence[int] = (), give_back: Sequence[int] = (), start: int = 0

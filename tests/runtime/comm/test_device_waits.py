@@ -303,7 +303,7 @@ def test_a_standing_stream_is_left_once_another_rank_has_told_the_end() -> None:
         world.wait(world.receive(torch.zeros(1), 1, 0), 1, "a message")
         cast(FakeDevice, torch.cuda.current_stream(None)).done = 1  # it stands at the message
         world.store.set(ENDED, "rank 2 was killed")
-        with pytest.raises(WaitTimeout, match="a message; rank 2 was killed"):
+        with pytest.raises(WaitTimeout, match="a message: rank 2 was killed"):
             world.settle()
     finally:
         world.heartbeat.close()
