@@ -209,6 +209,13 @@ class RecoverEvent(Event):
     target: tuple[int, ...]
     layers: tuple[int, ...]
 
+    @property
+    def text(self) -> str:
+        return (
+            f"went on with {self.ranks_after} of {self.ranks_before} ranks "
+            f"({self.seconds:.1f} s, {self.repeated} steps repeated): {self.why}"
+        )
+
 
 @dataclass(frozen=True)
 class RepackEvent(ResizeEvent):

@@ -14,6 +14,7 @@ from dynmo.change_events import (
     GrowEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    RecoverEvent,
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
@@ -75,7 +76,7 @@ def event_line(event: Event, measured: float | None = None) -> str | None:
         case ReshapeEvent():
             source, target = (f"{mesh[0]} x {mesh[1]}" for mesh in (event.source, event.target))
             text = f"reshaped {source} to {target}, layers {plus(event.layers)}"
-        case SkippedEvent() | NotFiniteEvent():
+        case SkippedEvent() | NotFiniteEvent() | RecoverEvent():
             text = event.text
         case RollbackEvent():
             text = f"taken back: {event.what} ({milliseconds:.0f} ms of work thrown away)"

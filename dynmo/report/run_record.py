@@ -11,7 +11,13 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from dynmo.change_events import RebalanceEvent, ReshapeEvent, ResizeEvent, SpeedsEvent
+from dynmo.change_events import (
+    RebalanceEvent,
+    RecoverEvent,
+    ReshapeEvent,
+    ResizeEvent,
+    SpeedsEvent,
+)
 from dynmo.config import without_unused_keys
 from dynmo.cost.costs_file import IN_RUN, Profile
 from dynmo.cost.costs_file import read as read_costs
@@ -243,6 +249,7 @@ class RunRecord:
             "steps done again or skipped": sum(step.seconds for step in steps) - counted,
             "saving, while training waits": sum(e.waited or 0.0 for e in saved),
             "measuring, deciding, moving": self._changing(),
+            "going on after faults": sum(e.seconds for e in self.all(RecoverEvent)),
         }
         seconds = max(last.time - begin, sum(parts.values()))
         rest = seconds - sum(parts.values())

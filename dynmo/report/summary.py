@@ -17,6 +17,7 @@ from dynmo.change_events import (
     GrowEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    RecoverEvent,
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
@@ -48,7 +49,7 @@ Changes = (
     | RollbackEvent
     | PostValidationEvent
 )
-RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
+RankEvent = RepackEvent | GrowEvent | RecoverEvent | ReleaseEvent | FaultEvent
 
 # Events that come before their step. A resumed run repeats them.
 _ACTS = (
@@ -250,7 +251,7 @@ def _rank_account(
     steps: Sequence[StepResult], events: Sequence[RankEvent], returned: float | None
 ) -> RankAccount | None:
     """Adds up the ranks of a run."""
-    changes = [event for event in events if isinstance(event, ResizeEvent)]
+    changes = [event for event in events if isinstance(event, ResizeEvent | RecoverEvent)]
     if not changes or not steps:
         return None
     used = 0.0
@@ -277,7 +278,7 @@ def lasting(events: Iterable[Event]) -> tuple[list[Event], bool]:
     for event in events:
         if isinstance(event, _ACTS) and event.step <= last:
             is_resumed = True
-            kept = [e for e in kept if e.step < event.step]
+            kept = [e for e in kept if e.step < event.step or isinstance(e, RecoverEvent)]
             last = event.step - 1
         if has_ended and isinstance(event, StepResult | EndEvent):
             is_resumed = is_resumed or isinstance(event, StepResult)

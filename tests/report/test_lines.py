@@ -13,6 +13,7 @@ from dynmo.change_events import (
     GrowEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    RecoverEvent,
     ReleaseEvent,
     RepackEvent,
     ReshapeEvent,
@@ -154,6 +155,9 @@ def test_overview_has_loss_time_and_speed() -> None:
 
 # -- ranks -----------------------------------------------------------------------------------------
 
+RECOVER = RecoverEvent(
+    6, ("a:1",), "rank 1 was ended by SIGKILL", 0.52, 1, 3, 2, (3, 1), (2, 1), (6, 6)
+)
 REPACK = RepackEvent(
     2, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2")
 )
@@ -161,6 +165,9 @@ GROW = GrowEvent(4, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("
 
 
 def test_resize_events_have_a_line() -> None:
+    assert event_line(RECOVER) == (
+        "step 6: went on with 2 of 3 ranks (0.5 s, 1 steps repeated): rank 1 was ended by SIGKILL"
+    )
     assert event_line(REPACK, -0.05) == (
         "step 2: went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 "
         "ranks): a step takes +4.0% predicted, +5.0% measured"

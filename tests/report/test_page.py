@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.change_events import RebalanceEvent, RebalanceResultEvent, ReshapeEvent
+from dynmo.change_events import RebalanceEvent, RebalanceResultEvent, RecoverEvent, ReshapeEvent
 from dynmo.events import CheckpointEvent, Event, FaultEvent
 from dynmo.report.page import page
 from tests.report.folders import LAYER, drawn, end_of, make_run, steps_of
@@ -80,6 +80,15 @@ def test_goodput_counts_a_change_once(tmp_path: Path) -> None:
     assert make_run(tmp_path / "whole", [*cut, end]).goodput.parts[key] == 2.5
     resumed = [*cut, *steps_of(2, begin=5), replace(end, time=200.0)]
     assert make_run(tmp_path / "resumed", resumed).goodput.parts[key] == 4.5
+
+
+def test_goodput_counts_faults_and_the_ranks_that_are_left(tmp_path: Path) -> None:
+    fault = RecoverEvent(8, ("a:1",), "killed", 0.75, 2, 2, 1, (2, 1), (1, 1), (4,), time=105.0)
+    run = make_run(tmp_path / "run", [*steps_of(10), fault, *steps_of(6, begin=8)])
+    assert run.goodput.parts["going on after faults"] == 0.75
+    assert run.all(RecoverEvent) == [fault]
+    assert run.summary.ranks is not None
+    assert 1 < run.summary.ranks.mean < 2
 
 
 def test_long_run_is_a_small_page(tmp_path: Path) -> None:
