@@ -103,7 +103,7 @@ def test_a_rank_reads_on_by_itself_after_a_fault(monkeypatch: pytest.MonkeyPatch
         source = [{"input_ids": [number, 2]} for number in range(40)]
         loader = dynmo.Loader(pipeline, source, micro_batch=1, sequence=32, held_out=0)
         drawn = [[each["input_ids"].tolist() for each in next(loader) or []] for _ in range(3)]
-        monkeypatch.setattr("dynmo.pipeline.loader.agree", compare)
+        monkeypatch.setattr("dynmo.pipeline.views.agree", compare)
         monkeypatch.setattr(loader, "_opened", ())  # the mesh was another one
         loader._open(loader._position(1))
         assert [[each["input_ids"].tolist() for each in next(loader) or []]] == drawn[1:2]
