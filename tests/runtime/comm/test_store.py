@@ -24,6 +24,7 @@ from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.comm.process_groups import await_all
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment, read_rendezvous
 from dynmo.runtime.comm.store import (
+    _attempt,
     find_missing,
     open_rendezvous,
     open_store,
@@ -223,3 +224,12 @@ def test_few_requests_find_the_missing_ranks() -> None:
     assert find_missing(store, keys) == [5, 700]
     assert store.requests < 45
     assert find_missing(store, keys[:5]) == find_missing(store, []) == []
+
+
+def test_restarts_count_only_in_a_store_that_outlives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several machines torchrun's agents count restarts apart."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert _attempt() == "attempt/2"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert _attempt() == "attempt/0"
