@@ -98,6 +98,28 @@ def _give_back(before: Mapping[int, Any]) -> None:
 
 
 @contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Keeps SIGINT and SIGTERM until its end, whichever thread they reach.
+
+    Processes that are started in it hold them back, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Another thread may get the signal, but the handler runs in this one.
+    before = _taken_by(lambda number, _: came.append(number), STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        _give_back(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def interrupted_by_signals(message: str) -> Iterator[None]:
     """Raises an error at the first SIGINT or SIGTERM, so that files and processes are cleared away.
 

@@ -9,7 +9,13 @@ import threading
 import pytest
 
 from dynmo.errors import Interrupted
-from dynmo.signals import SAVE_SIGNAL, interrupted_by_signals, is_asked_to_stop, signals_heard
+from dynmo.signals import (
+    SAVE_SIGNAL,
+    interrupted_by_signals,
+    is_asked_to_stop,
+    signals_heard,
+    signals_held_back,
+)
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, SAVE_SIGNAL)
 
@@ -95,3 +101,22 @@ def test_work_is_interrupted_once(number: int) -> None:
     with pytest.raises(Interrupted, match="nothing was written"):
         work()
     assert handlers() == before
+
+
+def test_signal_that_reaches_another_thread_is_held_back() -> None:
+    before, done = handlers(), list[str]()
+
+    def work() -> None:
+        with interrupted_by_signals("nothing was written"), signals_held_back():
+            thread = threading.Thread(target=send_from_here)
+            thread.start()
+            thread.join()
+            done.append("start")
+
+    def send_from_here() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+        send(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="nothing was written"):
+        work()
+    assert (done, handlers()) == (["start"], before)

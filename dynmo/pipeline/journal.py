@@ -33,6 +33,10 @@ class Part(NamedTuple):
     samples: Sequence[Hashable] | None = None
 
 
+# Inputs, targets and samples.
+Reread = Callable[[], tuple[Any, Any, Any]]
+
+
 @dataclass
 class Call:
     """A call of a method of the pipeline, which all ranks make together.
@@ -92,7 +96,7 @@ class Survivor(Protocol):
     def forget(self) -> None: ...
 
     def train(
-        self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
+        self, part: Part, stop: bool, adapt: bool, reread: Reread | None
     ) -> tuple[StepResult, ...]: ...
 
     def evaluate(self, part: Part, count: int, shared: bool, **options: Any) -> Evaluation: ...

@@ -14,7 +14,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, RunError
-from dynmo.events import Event
+from dynmo.events import Event, StepResult
 from dynmo.models.identity import Identity
 from dynmo.models.model import Model
 from dynmo.models.sequential import Sequential
@@ -32,7 +32,7 @@ from dynmo.pipeline.case import Dynamism
 from dynmo.pipeline.case_options import CaseOptions
 from dynmo.pipeline.cases import Cases, agree_on_cases, make_cases
 from dynmo.pipeline.changes import Changes
-from dynmo.pipeline.journal import Survivor
+from dynmo.pipeline.journal import Part, Reread, Survivor
 from dynmo.pipeline.optimizers import OptimizerHandle, settings_of
 from dynmo.pipeline.option_checks import problems
 from dynmo.pipeline.options import Checkpoints, Log, PipelineOptions
@@ -150,6 +150,11 @@ class Parts:
         return identity_of(self.model, self.model.build(())).with_code(code)
 
     # -- start -------------------------------------------------------------------------------------
+
+    @property
+    def train(self) -> Callable[[Part, bool, bool, Reread | None], tuple[StepResult, ...]]:
+        """Trains on a batch. A property, since a call less lies between a loop and its layers."""
+        return self.steps.train if self.recovery is None else self.recovery.train
 
     def start(self, resume: str | Path | None) -> None:
         """Starts a training, or resumes that of a checkpoint."""

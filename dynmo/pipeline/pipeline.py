@@ -223,28 +223,14 @@ class Pipeline:
             RunError: The loss or a gradient was not finite in `stop_after` steps in a row, or this
                 process is no rank of the training (`left`).
         """
-        results = (
-            () if self.left else self._train(Part(inputs, targets, samples), stop, adapt, reread)
-        )
+        given = Part(inputs, targets, samples)
+        results = () if self.left else self._parts.train(given, stop, adapt, reread)
         if self.left:
             raise RunError(
                 "this rank has left the training; call adapt() before a step. If pipeline.left is "
                 "true then, stop or call join()"
             )
         return (results + self.drain())[-1]
-
-    def _train(
-        self,
-        part: Part,
-        stop: bool,
-        adapt: bool,
-        reread: Callable[[], tuple[Any, Any, Any]] | None,
-    ) -> tuple[StepResult, ...]:
-        recovery = self._parts.recovery
-        if recovery is None:
-            return self._parts.steps.train(*part, stop, adapt)
-        again = None if reread is None else lambda: Part(*reread())
-        return recovery.train(part, stop, adapt, again)
 
     @public
     def advance(
@@ -279,7 +265,8 @@ class Pipeline:
             RunError: Like that of `step`. Without a barrier it is raised one step late, and nothing
                 was updated.
         """
-        return () if self.left else self._train(Part(inputs, targets, samples), stop, adapt, reread)
+        given = Part(inputs, targets, samples)
+        return () if self.left else self._parts.train(given, stop, adapt, reread)
 
     @public
     @surviving

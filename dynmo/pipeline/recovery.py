@@ -33,7 +33,7 @@ from dynmo.events import StepResult
 from dynmo.models.group_placement import GroupPlacement
 from dynmo.pipeline.assembly import make_engine
 from dynmo.pipeline.goal import Cannot, find_goal, hand_over, layout_of
-from dynmo.pipeline.journal import Call, Part, Training, on_host, rows_of, share_parts
+from dynmo.pipeline.journal import Call, Part, Reread, Training, on_host, rows_of, share_parts
 from dynmo.pipeline.resizing import NextMesh, Resizing
 from dynmo.pipeline.results import Evaluation
 from dynmo.pipeline.saving import restore_state, state_of
@@ -130,7 +130,7 @@ class Recovery:
         return self.news(results) if all(isinstance(x, StepResult) for x in results) else result
 
     def train(
-        self, part: Part, stop: bool, adapt: bool, reread: Callable[[], Part] | None
+        self, part: Part, stop: bool, adapt: bool, reread: Reread | None
     ) -> tuple[StepResult, ...]:
         """Trains on a batch like `Steps.train`, and keeps the batch."""
         # A load may have gone back.
@@ -141,7 +141,8 @@ class Recovery:
 
         def run() -> tuple[StepResult, ...]:
             call.rates = call.rates or self._parts.steps.rates()
-            return self._parts.steps.train(*self._part(call, part, reread), stop, adapt, call.rates)
+            given = self._part(call, part, reread)
+            return self._parts.steps.train(given, stop, adapt, rates=call.rates)
 
         call.run = run
         return self.news(self._make(call))
@@ -189,13 +190,13 @@ class Recovery:
             self._next, lambda: (), changes, changes, replicas=view.replicas, parts=parts
         )
 
-    def _part(self, call: Training, part: Part, reread: Callable[[], Part] | None) -> Part:
+    def _part(self, call: Training, part: Part, reread: Reread | None) -> Part:
         """Returns the part of this rank's replica: what the loop gave, unless the mesh changed."""
         own = self._parts.engine.store.world
         given = part if call.is_new else call.part(own.replica, own.replicas)
         call.is_new = False
         if given is None and reread is not None:
-            given = reread()
+            given = Part(*reread())
         if given is None:
             raise Cannot(
                 f"no rank that is left has the batch of replica {own.replica}, so the step cannot "

@@ -20,7 +20,7 @@ from dynmo.pipeline.autosave import AutoSave
 from dynmo.pipeline.batch import Batch, BatchCutter
 from dynmo.pipeline.case import Signals
 from dynmo.pipeline.changes import Changes
-from dynmo.pipeline.journal import Survivor
+from dynmo.pipeline.journal import Part, Reread, Survivor
 from dynmo.pipeline.optimizers import OptimizerHandle
 from dynmo.pipeline.results import (
     STOP,
@@ -120,18 +120,19 @@ class Steps:
 
     def train(
         self,
-        inputs: Batch | None,
-        targets: Targets,
-        samples: Sequence[Hashable] | None,
+        part: Part,
         stop: bool,
         adapt: bool,
+        reread: Reread | None = None,
         rates: tuple[dict[str, Any], ...] | None = None,
     ) -> tuple[StepResult, ...]:
         """Trains on one batch. Returns the results that have become final.
 
         Args:
+            reread: Not called: nothing is repeated without a `Recovery`.
             rates: Options of the optimizer's groups, if a step is repeated that had others.
         """
+        inputs, targets, samples = part
         if not adapt:
             self._saves.if_due(self.done)
         before = self.adapt() if adapt else ()

@@ -31,7 +31,7 @@ from dynmo.data.samples import Sample
 from dynmo.errors import ConfigError
 from dynmo.files import write_whole
 from dynmo.models.model import Model
-from dynmo.signals import STOP_SIGNALS, interrupted_by_signals
+from dynmo.signals import STOP_SIGNALS, interrupted_by_signals, signals_held_back
 from dynmo.train.data import open_batches, open_text, order_of, tokenizer_of
 from dynmo.train.setup import model_of
 
@@ -368,11 +368,8 @@ def _all_encoded(
                     start = starts.popleft()
                     stop = min(start + _ROWS, count)
                     # A worker whose start is broken off would end with a traceback.
-                    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-                    try:
+                    with signals_held_back():
                         running.append((stop, pool.submit(_encode, start, stop)))
-                    finally:
-                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 stop, future = running.popleft()
                 yield stop, future.result()
         except BaseException:  # nobody wants what the workers are still encoding

@@ -51,7 +51,7 @@ def _crowded() -> Iterator[None]:
     """Puts this rank on one core, together with other processes."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
         yield
     finally:
