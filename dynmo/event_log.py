@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from dynmo import change_events  # noqa: F401  # its events are kinds, too
 from dynmo.errors import InputError, RunError
-from dynmo.events import Event
+from dynmo.events import EndEvent, Event
 from dynmo.files import LineLog, parse_json, read_text
 
 _WORDS = {"source": "from", "target": "to"}
+_LAST = 1 << 16  # most bytes of the last event
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -79,6 +81,18 @@ class EventLog:
 
     def close(self) -> None:
         self._log.close()
+
+
+def has_ended(path: Path) -> bool:
+    """Returns whether the last event of a log, if there is one, is that of a run's end."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LAST))
+        *_, last = [b"", *file.read().splitlines()]
+    with suppress(ValueError):  # torn
+        return json.loads(last)["event"] == EndEvent.event
+    return False
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -65,7 +65,10 @@ def run_folder(
                 how = _how_to_resume(folder)
                 error.args = (f"{NOTHING_TO_SAVE}{how and f'; {how}'}",)
             elif isinstance(error, RunError) and folder.is_dir():
-                error.args = (f"{error}; {how_to_go_on(folder)}",)
+                # Wrong input of a restart: it has tried to resume.
+                in_vain = isinstance(error.__cause__, InputError)
+                how = "--overwrite starts anew" if in_vain else how_to_go_on(folder)
+                error.args = (f"{error}; {how}",)
             raise
         if resume and _size(folder / EVENTS) == events:  # nothing was left to train
             before.restore(folder)

@@ -22,6 +22,7 @@ from dynmo.change_events import ChangeEvent
 from dynmo.config import Config, with_options
 from dynmo.elastic.manager import own_node
 from dynmo.errors import InputError, RunError
+from dynmo.event_log import has_ended
 from dynmo.events import EndEvent, EvalEvent, Event, HeldOutEvent
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import share_failures
@@ -168,8 +169,8 @@ class Trainer:
                     self._home.wait([key], timedelta(seconds=limit))
         self._leads = self._world.leads  # a newcomer has its rank only now
         folder, listen = (self._folder, self._listen) if self._leads else (None, None)
-        if self._is_done:
-            folder = None  # nothing trains
+        if self._is_done and folder is not None and has_ended(folder / "events.jsonl"):
+            folder = None  # nothing trains, and the log is whole
         elif folder is not None and not folder.is_dir():
             folder.mkdir(parents=True)
             _logger.warning(

@@ -200,6 +200,23 @@ def test_failed_run_says_how_to_go_on(
     assert run(tmp_path, "run.toml", "--resume") == (130, "", f"dynmo: {nothing}; {on}\n")
 
 
+def test_restart_that_cannot_use_its_checkpoints_does_not_advise_to_resume(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    damaged = "runs/main/checkpoints: no checkpoint is whole"
+    faults = iter([RunError("rank 1 was ended by SIGKILL"), InputError(damaged)])
+
+    def fails(*_: object) -> int:
+        (tmp_path / "runs/main/checkpoints/step-000100").mkdir(parents=True, exist_ok=True)
+        raise next(faults)
+
+    monkeypatch.setattr("dynmo.elastic.launcher.supervisor.spawn", fails)
+    done = run(tmp_path, "run.toml", "--restarts", "2")
+    assert done.status == 1
+    assert done.err.splitlines()[-1] == f"dynmo: {damaged}; --overwrite starts anew"
+
+
 def test_restart_goes_on_from_the_newest_checkpoint(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,19 @@ def test_resumed_finished_run_keeps_its_result(pool: Pool, ended: tuple[Path, An
     assert tree(folder) == before
 
 
+def test_run_that_died_before_its_end_event_gets_it(pool: Pool, ended: tuple[Path, Any]) -> None:
+    folder, done = ended
+    log = folder / "events.jsonl"
+    *before, end = log.read_text().splitlines()
+    log.write_text("\n".join(before) + "\n" + end[:20])
+    trained(pool, 2, folder, resume=True)
+    *kept, last = log.read_text().splitlines()
+    assert kept == before
+    last = json.loads(last)
+    assert (last["event"], last["reason"]) == ("end", "done")
+    assert last["weights_digest"] == done["weights_digest"]
+
+
 def test_resume_with_fewer_steps_than_the_checkpoint_trains_nothing(
     pool: Pool, cut: tuple[Path, Any]
 ) -> None:
