@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dynmo.schedule.catalogue import AUTO
+from tests.combinations import mostly_matrix
 from tests.drawn import CASES, TRAININGS, Drawn, draw, reference, todays_seed
 from tests.equality import fields_of
 from tests.fuzz.outcome import Observed, difference
@@ -19,6 +20,7 @@ from tests.pool import JobFailed, Pool
 
 JOB = 10
 """Most cases of a job."""
+EVERYDAY = range(CASES // 2)
 
 Results = list[dict[str, Any]]
 
@@ -77,11 +79,14 @@ def run(pool: Pool, request: pytest.FixtureRequest) -> Callable[[int], tuple[Dra
 
 def repeat(number: int, case: Drawn) -> str:
     test = f"test_a_drawn_place_leaves_the_numbers[case-{number}]"
-    command = f"pytest 'tests/test_equality_drawn.py::{test}'"
+    suite = "" if number in EVERYDAY else "-m matrix "
+    command = f"pytest {suite}'tests/test_equality_drawn.py::{test}'"
     return f"DYNMO_SEED={todays_seed()} {command}    # {case.chosen}"
 
 
-@pytest.mark.parametrize("number", range(CASES), ids=[f"case-{n}" for n in range(CASES)])
+@pytest.mark.parametrize(
+    "number", mostly_matrix(range(CASES), EVERYDAY), ids=[f"case-{n}" for n in range(CASES)]
+)
 def test_a_drawn_place_leaves_the_numbers(
     run: Callable[[int], tuple[Drawn, Results]],
     references: dict[str, dict[str, Any]],

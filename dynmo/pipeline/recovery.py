@@ -15,19 +15,13 @@ import gc
 import json
 import logging
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dynmo.change_events import RecoverEvent
-from dynmo.elastic.launch import Arbiter, FolderStore
-from dynmo.elastic.manager import RankPlace, own_place
+from dynmo.elastic.manager import RankPlace
 from dynmo.errors import ConfigError, InputError, RankDied, RunError, WaitTimeout
 from dynmo.events import StepResult
 from dynmo.models.group_placement import GroupPlacement
@@ -36,14 +30,12 @@ from dynmo.pipeline.goal import Cannot, find_goal, hand_over, layout_of
 from dynmo.pipeline.journal import Call, Part, Reread, Training, on_host, rows_of, share_parts
 from dynmo.pipeline.resizing import NextMesh, Resizing
 from dynmo.pipeline.results import Evaluation
+from dynmo.pipeline.roster import Roster
 from dynmo.pipeline.saving import restore_state, state_of
-from dynmo.plan.partition import Layout, Partition
-from dynmo.runtime.comm.agreement import share_texts
-from dynmo.runtime.comm.heartbeat import ENDED, end_waits
+from dynmo.plan.partition import Partition
+from dynmo.runtime.comm.heartbeat import end_waits
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.signed_store import SignedStore
-from dynmo.runtime.comm.survivors import Members, RollCall
-from dynmo.runtime.comm.waits import call_with_limit, clear_frames, first_line
+from dynmo.runtime.comm.waits import clear_frames, first_line
 from dynmo.runtime.state.copies import Copies
 
 if TYPE_CHECKING:
@@ -57,22 +49,6 @@ _ANSWER = 5.0
 _MOST = 5
 
 T = TypeVar("T")
-
-
-class _Processes:
-    """The processes of ranks, as dynmo's launcher knows them (`survivors.Arbiter`)."""
-
-    def __init__(self, arbiter: Arbiter, places: Sequence[RankPlace]) -> None:
-        self._arbiter, self._numbers = arbiter, [place.process for place in places]
-
-    def has_ended(self, rank: int) -> bool:
-        number = self._numbers[rank]
-        return number is not None and self._arbiter.has_ended(number)
-
-    def end(self, rank: int) -> None:
-        number = self._numbers[rank]
-        if number is not None:
-            self._arbiter.end(number)
 
 
 class Recovery:
@@ -91,16 +67,9 @@ class Recovery:
         self._world, self._home = world, world.home
         self._every = parts.options.elastic.recover_every
         self._check_alone()
-        launcher = self._launcher_of(world.home.clone())  # for the thread of the heartbeat
-        if world.enqueues and launcher is not None:
-            world.lost_process = partial(self._lost, launcher)
-        world.watch_for_end()
-        self._places: list[RankPlace] = []  # of all ranks, when they were counted last
+        self._roster = Roster(world, world.home)
         # The generation and the mesh of the copies.
         self._copied_in: tuple[int, tuple[int, ...]] | None = None
-        # This rank's number among the places, and the generation in which they have theirs.
-        self._rank, self._numbered = world.rank, -1
-        self._roll_calls = 0
         self._copies: Copies | None = None
         self._journal: list[Call] = []
         self._next = 0
@@ -255,7 +224,8 @@ class Recovery:
         """Forgets all, since this rank has left the run and may come back."""
         if self._copies is not None:
             self._copies.close()
-        self._copies, self._copied_in, self._places, self._journal = None, None, [], []
+        self._copies, self._copied_in, self._journal = None, None, []
+        self._roster.places = []
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -276,7 +246,7 @@ class Recovery:
         parts = self._parts
         elastic, shape = parts.changes.elastic, parts.engine.store.layout.shape
         if world.size == 1 and (elastic is None or not elastic.expects_ranks):
-            self._journal, self._places, self._copies = [call], [], None
+            self._journal, self._roster.places, self._copies = [call], [], None
             return  # nobody can go on for this rank
         is_new = self._copied_in != (world.generation, shape)
         if not is_new and (step % self._every or step == self._copied):
@@ -338,41 +308,17 @@ class Recovery:
 
     def _count_ranks(self, call: Call) -> None:
         """Takes note of the ranks of a new generation."""
-        world, layout = self._world, self._parts.engine.store.layout
-        told = {"place": asdict(own_place(world.rank)), "calls": self._roll_calls}
-        texts = share_texts(
-            world, json.dumps(told | {"number": call.number}), "where all ranks run"
-        )
-        tables = [json.loads(text) for text in texts]
-        self._places = [RankPlace(**table["place"]) for table in tables]
-        self._roll_calls = max(table["calls"] for table in tables)
-        call.number = max(table["number"] for table in tables)
+        world, store = self._world, self._parts.engine.store
+        call.number = self._roster.count(call.number)
         self._next = max(self._next, call.number + 1)
-        self._rank, self._numbered = world.rank, world.generation
-        self._copied_in = world.generation, layout.shape
+        self._copied_in = world.generation, store.layout.shape
         if self._copies is not None:
             self._copies.close()
-        shift = self._shift(layout)
+        shift = self._roster.shift(store.layout.replicas, is_spread=store.spreads_groups)
         target, source = ((world.rank + way) % world.size for way in (shift, -shift))
         ends = (target, source) if shift else (None, None)
         self._copies = Copies(world, *ends, self._copies)
         world.channels.add(self._copies)
-
-    def _shift(self, layout: Layout) -> int:
-        """Returns how many ranks further a rank's copies are. 0: other replicas have its layers."""
-        nodes = [place.node or place.host for place in self._places]
-        counts, replicas = Counter(nodes), layout.replicas
-        together = (set(nodes[at : at + replicas]) for at in range(0, len(nodes), replicas))
-        is_safe = len(counts) == 1 or all(len(each) > 1 for each in together)
-        if replicas > 1 and is_safe and not self._parts.engine.store.spreads_groups:
-            return 0
-        if len(nodes) == 1:
-            return 0
-        ranks = range(len(nodes))
-        ways = (
-            way for way in ranks if all(nodes[at] != nodes[(at + way) % len(nodes)] for at in ranks)
-        )
-        return next(ways, 1)
 
     # -- a fault -----------------------------------------------------------------------------------
 
@@ -381,7 +327,7 @@ class Recovery:
         while True:
             fault = not isinstance(error, RankDied) or error.is_fault
             # Without a count of the ranks nothing was copied yet.
-            if not fault or not self._places or self._in_a_row == _MOST:
+            if not fault or not self._roster.places or self._in_a_row == _MOST:
                 raise error
             self._in_a_row += 1
             try:
@@ -391,12 +337,13 @@ class Recovery:
                 error = again
 
     def _go_on(self, error: RankDied | WaitTimeout, call: Call) -> None:
-        begun, why, parts = time.perf_counter(), first_line(error), self._parts
-        done, shape, size = parts.steps.done, parts.engine.store.layout.shape, len(self._places)
+        begun, why = time.perf_counter(), first_line(error)
+        parts, roster = self._parts, self._roster
+        done, shape, size = parts.steps.done, parts.engine.store.layout.shape, len(roster.places)
         try:
             dead = self._meet(error)
             first = self._go_back(call, dead)
-            why = self._why(dead) or why
+            why = roster.why(dead) or why
         except Cannot as hopeless:
             raise Cannot(f"{why}; {first_line(hopeless)}") from error
         step, layout = parts.steps.done, parts.engine.store.layout
@@ -436,61 +383,7 @@ class Recovery:
         parts.saves.drop()
         clear_frames(error)
         gc.collect()
-        # A silent rank is known by its number in the generation that was counted.
-        knows = isinstance(error, WaitTimeout) and world.generation == self._numbered
-        blames = error.ranks if isinstance(error, WaitTimeout) and knows else ()
-        if world.lost is None:
-            world.give_up(error, is_final=True)
-        members = self._call_roll(world.generation, blames)
-        dead = [self._places[rank] for rank in members.dead]
-        self._rank = members.ranks.index(self._rank)
-        self._places = [self._places[rank] for rank in members.ranks]
-        self._roll_calls += 1
-        size, limit = len(self._places), world.timeout
-        world.renew(self._rank, size, members.generation, limit, after_fault=True)
-        self._numbered = world.generation
-        return dead
-
-    @staticmethod
-    def _launcher_of(home: SignedStore) -> Arbiter | None:
-        """Returns dynmo's launcher, if it has started this process."""
-        folder = os.environ.get("DYNMO_RENDEZVOUS")
-        shares = "DYNMO_RENDEZVOUS_FILE" in os.environ
-        return None if folder is None else Arbiter(home if shares else FolderStore(Path(folder)))
-
-    def _lost(self, launcher: Arbiter) -> str:
-        """Returns which rank has ended. Empty if all run. NCCL does not tell it."""
-        for place in self._places if self._numbered == self._world.generation else ():
-            if place.process is not None and launcher.has_ended(place.process):
-                return f"rank {place.rank} {launcher.how_it_ended(place.process)}"
-        return ""
-
-    def _why(self, dead: Sequence[RankPlace]) -> str:
-        """Returns how ranks have ended, as the launcher knows it. Empty if it does not."""
-        launcher, hows = self._launcher_of(self._home), list[str]()
-        for place in dead:
-            if launcher is not None and place.process is not None:
-                how = launcher.how_it_ended(place.process)
-                hows += [f"rank {place.rank} {how}"] * bool(how)
-        return "; ".join(hows)
-
-    def _call_roll(self, generation: int, blames: Sequence[int]) -> Members:
-        world, launcher = self._world, self._launcher_of(self._home)
-        arbiter = None if launcher is None else _Processes(launcher, self._places)
-        former = world.store
-        with suppress(RuntimeError, TimeoutError):  # the roll call finds that the store is lost
-            call_with_limit(_ANSWER, lambda: former.set(ENDED, "a rank is gone"))
-        roll_call = RollCall(
-            self._home,
-            self._roll_calls,
-            self._rank,
-            len(self._places),
-            lambda rank: former.find(f"heartbeat/{rank}"),
-            arbiter,
-            world.timeout,
-            max(world.timeout, world.work_timeout),
-        )
-        return roll_call.members(generation, blames)
+        return self._roster.meet(error)
 
     def _go_back(self, call: Call, dead: Sequence[RankPlace]) -> int:
         """Makes the engine anew, from a copy that is complete.
@@ -505,9 +398,8 @@ class Recovery:
         parts.engine.store.empty()
         arrivals = hand_over(world, goal, self._copies, layout)
         ranks = layout.ranks * layout.replicas
-        left = [*dead, *self._places[ranks:]]
+        left = [*dead, *self._roster.places[ranks:]]
         if ranks < world.size:
-            self._places = self._places[:ranks]
             self._part_with_others(ranks)
         options = before.options
         if goal.state["microbatches"] != options.all_microbatches:
@@ -547,7 +439,7 @@ class Recovery:
                 "ranks came in place of those that were lost",
             )
             changes.elastic.recovered(
-                engine, changes.rebalancer, options, self._places, left, former
+                engine, changes.rebalancer, options, self._roster.places, left, former
             )
         held = [each for each in self._journal if isinstance(each, Training)]
         self._share([each for each in held if each.number >= goal.number])
@@ -561,9 +453,7 @@ class Recovery:
     def _part_with_others(self, ranks: int) -> None:
         """Leaves ranks out that no mesh has a place for. They wait to be called."""
         world, elastic = self._world, self._parts.changes.elastic
-        if world.rank < ranks:
-            world.renew(world.rank, ranks, world.generation + 1, world.timeout)
-            self._numbered = world.generation
+        if self._roster.keep(ranks):
             return
         assert elastic is not None, "a run that recovers may change its ranks"
         world.leave()

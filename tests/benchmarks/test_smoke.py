@@ -31,7 +31,6 @@ RANKS: dict[str, dict[str, Any]] = {
 """Arguments that make a function for ranks small, where its command has no option for that."""
 
 SHORT = (
-    "many_ranks --pipeline 4 --replicas 1 2 --rounds 1 --processes 2",
     "saving --rounds 1 --hidden 64",
     "stand_ins --hidden 64 --blocks 2 --sequence 8 --rounds 2",
     "sweeps --stride 15",
@@ -69,6 +68,7 @@ LONG = (
     "joined --only simulated --stride 4 --seconds 1",
     "learning --steps 12 --hidden 64",
     "long_run --steps 10 --turn 5 --hidden 32",
+    "many_ranks --pipeline 4 --replicas 1 2 --rounds 1 --processes 2",
     "learning --what experts --steps 12 --hidden 64",
     "overhead --stride 4 --rounds 1",
     "placement --repeat 1 --cases 5",

@@ -81,11 +81,12 @@ def test_drawn_loops_cover_every_choice() -> None:
         assert {case[key] for case in cases} == {False, True}
 
 
-def test_short_run_of_modules_gives_plain_torchs_numbers(pool: Pool) -> None:
-    """`python -m tests.fuzz --modules --seed 2 --cases 40`."""
-    outcomes = [modules.run_case(pool, modules.draw_valid(2, number)) for number in range(40)]
+@pytest.mark.parametrize("numbers", mostly_matrix([range(14), range(14, 40)], [range(14)]))
+def test_short_run_of_modules_gives_plain_torchs_numbers(pool: Pool, numbers: range) -> None:
+    """The cases of `python -m tests.fuzz --modules --seed 2 --cases 40`."""
+    outcomes = [modules.run_case(pool, modules.draw_valid(2, number)) for number in numbers]
     assert [(o.case["number"], o.what) for o in outcomes if o.kind == FAILED] == []
-    assert sum(o.kind == EQUAL for o in outcomes) > 25
+    assert sum(o.kind == EQUAL for o in outcomes) > 0.6 * len(numbers)
 
 
 @pytest.mark.parametrize(

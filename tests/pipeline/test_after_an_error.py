@@ -110,9 +110,9 @@ def goes_on(
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.matrix),
         pytest.param(2, {}, marks=pytest.mark.matrix),
-        (3, {"schedule": "zb-h1", "reduction_slots": 2}),
+        pytest.param(3, {"schedule": "zb-h1", "reduction_slots": 2}, marks=pytest.mark.matrix),
         (3, {"post_validation": True}),
         (4, {"microbatches": 2, "replicas": 2, "zero": 1}),
     ],

@@ -14,6 +14,7 @@ from dynmo.pipeline.dry_run import RunPlan, _first_of
 from dynmo.pipeline.shape_costs import shape_costs
 from dynmo.runtime.optim.precision import PRECISIONS
 from dynmo.train.setup import model_of, plan_run
+from tests.combinations import mostly_matrix
 from tests.runtime.alone import pipeline, run_step
 
 TINY: dict[str, Any] = {
@@ -144,7 +145,10 @@ def test_later_mesh_divides_the_optimizer_state_by_its_own_replicas(replicas: in
         changed(wanted - 1)
 
 
-@pytest.mark.parametrize("elastic", [{"reshape_at": [[3, 2, 2]]}, {"target_ranks": 4}])
+@pytest.mark.parametrize(
+    "elastic",
+    mostly_matrix([{"reshape_at": [[3, 2, 2]]}, {"target_ranks": 4}], [{"target_ranks": 4}]),
+)
 def test_later_mesh_holds_its_own_share_of_the_experts(elastic: dict[str, object]) -> None:
     moe = {"kind": "moe", "experts": 4, "blocks": 2, "hidden": 8, "heads": 2, "sequence": 4}
     train = {"micro_batch": 1, "global_batch": 8, "reduction_slots": 4}

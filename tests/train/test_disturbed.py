@@ -17,17 +17,11 @@ from tests.train.disturbed import PHASES, STEPS, Fault, newest
 
 pytestmark = pytest.mark.skipif(not CAN_WRITE, reason="a process beside the rank needs Linux")
 EVERYDAY = [
-    ("kill", "trains", 4),
-    ("kill", "evaluates", 2),
     ("kill", "copies", 2),
-    ("kill", "writes", 2),
     ("kill", "completes", 2),
     ("term", "compiles", 1),
-    ("term", "evaluates", 1),
     ("term", "writes", 2),
     ("disk", "trains", 5),
-    ("disk", "copies", 2),
-    ("writer", "writes", 1),
     ("writer", "writes", 3),
 ]
 

@@ -25,7 +25,7 @@ from dynmo.runtime.comm.headers import DTYPES, TAG_COPY, bytes_of, check_announc
 from dynmo.runtime.comm.idle_channel import IdleChannel
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.state.layer_tensors import Manifest
-from dynmo.runtime.state.migration import pack
+from dynmo.runtime.state.migration import described
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -110,16 +110,15 @@ class Copies:
         copy, jobs = StepCopy(number, state), list[Callable[[], None]]()
         changed = dict[Key, list[bool]]()
         for index, module, optimizer_state in layers:
-            text, tensors = pack(index, module, optimizer_state)
-            key = (index, replica)
+            manifest, tensors = described(index, module, optimizer_state)
+            text, key = manifest.model_dump_json().encode(), (index, replica)
             before = None if last is None else last.layers.get(key)
             likes: Sequence[Tensor | None] = [None] * len(tensors)
             if before is not None and before.text == text:
                 likes = before.tensors
             copied = copy.layers[key] = LayerCopy(text, [])
             flags = changed[key] = list[bool]()
-            records = Manifest.model_validate_json(text).tensors
-            for record, tensor, like in zip(records, tensors, likes, strict=True):
+            for record, tensor, like in zip(manifest.tensors, tensors, likes, strict=True):
                 at = len(copied.tensors)
                 is_lazy = tensor.device.type == "cpu" and record.stays_in_step
                 copied.tensors.append(tensor)

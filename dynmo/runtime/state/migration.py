@@ -183,11 +183,18 @@ class _Transit:
 
 def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> Packed:
     """Returns a layer's manifest, and its tensors in the manifest's order."""
+    manifest, tensors = described(layer, module, optimizer_state)
+    return manifest.model_dump_json().encode(), tensors
+
+
+def described(
+    layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]
+) -> tuple[Manifest, list[Tensor]]:
+    """Returns what `pack` does, with the manifest before it is written."""
     tensors = contents(module, optimizer_state)
     beside = {"hooks": hooks_of(module), "scalars": scalars_of(module)}
     manifest = describe(layer, module, tensors).model_copy(update=beside)
-    text = manifest.model_dump_json().encode()
-    return text, [t.detach().contiguous() for t in tensors.values()]
+    return manifest, [t.detach().contiguous() for t in tensors.values()]
 
 
 def unpack(text: bytes, move: Move, device: torch.device, here: Contents | None = None) -> Arrival:

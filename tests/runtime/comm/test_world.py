@@ -13,6 +13,7 @@ import torch
 from dynmo.errors import RunError, WaitTimeout
 from dynmo.runtime.comm.agreement import agree, first_difference
 from dynmo.runtime.comm.meeting import Meeting
+from tests.combinations import mostly_matrix
 from tests.pool import Pool
 from tests.runtime.alone import alone
 from tests.runtime.jobs import error_of, lose_patience
@@ -101,7 +102,7 @@ def sets_up(world: Meeting, what: str) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("what", ["sum", "message"])
+@pytest.mark.parametrize("what", mostly_matrix(["sum", "message"], ["message"]))
 def test_set_up_has_a_limit_of_its_own(pool: Pool, what: str) -> None:
     told, late = pool.run(JOBS + "sets_up", 2, what=what)
     assert told[:3] == [0.7, 0.7, "WaitTimeout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,20 @@ def layers(seed: int, leaves_out: bool) -> list[nn.Module]:
     return [*made]
 
 
+@pytest.fixture
+def world() -> Iterator[dynmo.World]:
+    with dynmo.init(device="cpu") as world:
+        yield world
+
+
 def trained(
-    folder: Path, seed: int, leaves_out: bool, steps: int, resume: Path | None = None
+    world: dynmo.World,
+    folder: Path,
+    seed: int,
+    leaves_out: bool,
+    steps: int,
+    resume: Path | None = None,
 ) -> dynmo.Pipeline:
-    world = dynmo.init(device="cpu")
     model = dynmo.Sequential(layers(seed, leaves_out), loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(model, world, microbatches=2, resume=resume)
     for _ in range(steps):
@@ -39,10 +50,10 @@ def trained(
     return pipeline
 
 
-def test_a_run_goes_on_without_them(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", 0, leaves_out=False, steps=2)
-    trained(tmp_path / "left-out", 0, leaves_out=True, steps=2)
-    resumed = trained(tmp_path, 0, leaves_out=True, steps=2, resume=tmp_path / "left-out")
+def test_a_run_goes_on_without_them(world: dynmo.World, tmp_path: Path) -> None:
+    whole = trained(world, tmp_path / "whole", 0, leaves_out=False, steps=2)
+    trained(world, tmp_path / "left-out", 0, leaves_out=True, steps=2)
+    resumed = trained(world, tmp_path, 0, leaves_out=True, steps=2, resume=tmp_path / "left-out")
     for _ in range(2):
         whole.step(torch.ones(4, 64), torch.zeros(4, 64))
     assert resumed.digest() == whole.digest()
@@ -53,7 +64,7 @@ def test_a_run_goes_on_without_them(tmp_path: Path) -> None:
     assert sizes[0] - sizes[1] > 64 * 64 * 4  # the weight of layer 0
 
 
-def test_other_weights_are_refused(tmp_path: Path) -> None:
-    trained(tmp_path / "run", 0, leaves_out=True, steps=1)
+def test_other_weights_are_refused(world: dynmo.World, tmp_path: Path) -> None:
+    trained(world, tmp_path / "run", 0, leaves_out=True, steps=1)
     with pytest.raises(CheckpointError, match=r"layer 0 .*: weight is not the weight"):
-        trained(tmp_path, 1, leaves_out=True, steps=1, resume=tmp_path / "run")
+        trained(world, tmp_path, 1, leaves_out=True, steps=1, resume=tmp_path / "run")
