@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from weakref import ref
+from weakref import finalize, ref
 
 from dynmo.change_events import ReleaseEvent
 from dynmo.elastic.launch import FolderStore, LauncherManager, Store
@@ -129,7 +129,9 @@ class Newcomers:
         self._asked = time.monotonic() - handover.late
         self._missed = handover.missed
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, args=(ref(self), self._closed), daemon=True).start()
+        thread = threading.Thread(target=self._watch, args=(ref(self), self._closed), daemon=True)
+        thread.start()
+        finalize(self, _end, self._closed, thread)  # Python must not end while it is in the store
 
     @staticmethod
     def _watch(found: Callable[[], Newcomers | None], closed: threading.Event) -> None:
@@ -317,3 +319,9 @@ def _launcher(home: Store, asked: int, told: int) -> LauncherManager | None:
         return None
     shares = "DYNMO_RENDEZVOUS_FILE" in os.environ
     return LauncherManager(home if shares else FolderStore(Path(folder)), asked, told)
+
+
+def _end(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=2.0)
