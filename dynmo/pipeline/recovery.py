@@ -318,6 +318,8 @@ class Recovery:
         target, source = ((world.rank + way) % world.size for way in (shift, -shift))
         ends = (target, source) if shift else (None, None)
         self._copies = Copies(world, *ends, self._copies)
+        if shift:
+            self._copies.share_memory()
         world.channels.add(self._copies)
 
     # -- a fault -----------------------------------------------------------------------------------

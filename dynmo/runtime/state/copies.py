@@ -2,6 +2,7 @@
 
     before step 7   own layers of rank 0  --copy-->  rank 0, step 7  --pieces-->  rank 1, step 7
     during step 7   the rank trains; a thread copies and sends while the rank waits for others
+    on one machine  nothing is sent: rank 1 reads the memory of rank 0, also once that is gone
     its end         the copies are complete on all ranks before any rank ends the step
 
 A rank keeps its own layers and those of one other rank, of the newest copy and the one before. At
@@ -21,11 +22,13 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.headers import DTYPES, TAG_COPY, bytes_of, check_announced
 from dynmo.runtime.comm.idle_channel import IdleChannel
 from dynmo.runtime.comm.rank_group import RankGroup
 from dynmo.runtime.state.layer_tensors import Manifest
 from dynmo.runtime.state.migration import described
+from dynmo.runtime.state.shared_rooms import Address, OtherRooms, Place, SharedRooms
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,11 +64,16 @@ class StepCopy:
 
 
 class _Index(BaseModel):
-    """What a rank sends before the bytes: key, manifest, and which tensors have new bits."""
+    """What a rank sends before the bytes: key, manifest, and which tensors have new bits.
+
+    Attributes:
+        places: Where the new ones are in its memory. None: their bytes follow.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     number: int
     layers: list[tuple[int, int, str, list[bool]]]
+    places: list[tuple[int, int]] | None
 
 
 class Copies:
@@ -84,7 +92,11 @@ class Copies:
         self._everyone, self._target, self._source = everyone, target, source
         self.own: dict[int, StepCopy] = {}
         self.held: dict[int, StepCopy] = {}
-        self._former = [] if former is None else [*former._former, former.own, former.held]
+        # Memory that the target reads, and that of the source.
+        self._rooms: SharedRooms | None = None
+        self._source_rooms: OtherRooms | None = None
+        # Copies that another process may overwrite have its rooms beside them.
+        self._former = [] if former is None else former._all
         self._spare: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
         self._copied = threading.Event()
         self._copied.set()
@@ -92,6 +104,22 @@ class Copies:
         self._channel = IdleChannel(everyone, TAG_COPY, "the copies of layers")
 
     # -- the rank's thread -------------------------------------------------------------------------
+
+    def share_memory(self) -> None:
+        """Lets the target read this rank's copies, where it can. All ranks call it together."""
+        what = "the memory of copies"
+        rooms, address = None, ""
+        with suppress(OSError):
+            rooms = SharedRooms()
+            address = rooms.address.model_dump_json()
+        addresses = share_texts(self._everyone, address, what)
+        if self._source is not None:
+            with suppress(OSError, ValueError):
+                found = Address.model_validate_json(addresses[self._source])
+                self._source_rooms = OtherRooms(found)
+        can_read = share_texts(self._everyone, "read" * (self._source_rooms is not None), what)
+        if self._target is not None and can_read[self._target]:
+            self._rooms = rooms
 
     def take(
         self,
@@ -160,6 +188,11 @@ class Copies:
             if newest is None:
                 continue
             self._former.clear()
+            if kept is self.held and self._source_rooms is not None:
+                self.held = {newest: kept[newest]}
+                continue
+            if kept is self.own and self._rooms is not None:
+                self._rooms.forget(newest)
             used = {id(t) for each in kept[newest].layers.values() for t in each.tensors}
             for number in [number for number in kept if number != newest]:
                 for each in kept.pop(number).layers.values():
@@ -175,19 +208,23 @@ class Copies:
     def complete(self) -> dict[int, list[StepCopy]]:
         """Returns the copies that are here, those of earlier generations included, by number."""
         out = dict[int, list[StepCopy]]()
-        for kept in [*self._former, self.own, self.held]:
-            for number, copy in kept.items():
-                if copy.is_complete:
+        for kept, rooms in self._all:
+            for number, copy in list(kept.items()):  # threads add to it
+                if copy.is_complete and (rooms is None or rooms.has(number)):
                     out.setdefault(number, []).append(copy)
         return out
 
     @property
+    def _all(self) -> list[tuple[dict[int, StepCopy], OtherRooms | None]]:
+        return [*self._former, (self.own, None), (self.held, self._source_rooms)]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the copies here."""
+        """Bytes that the copies take here. Memory of another process does not count."""
         tensors = {
             t.data_ptr(): t.nbytes
-            for kept in (self.own, self.held)
-            for copy in kept.values()
+            for kept in ([self.own, self.held] if self._source_rooms is None else [self.own])
+            for copy in list(kept.values())
             for each in copy.layers.values()
             for t in each.tensors
         }
@@ -208,6 +245,8 @@ class Copies:
         """Returns memory of a copy that was dropped, or new memory. Two threads call it."""
         with suppress(LookupError):
             return self._spare[dtype, shape].pop()
+        if self._rooms is not None:
+            return self._rooms.make(dtype, shape)
         return torch.empty(shape, dtype=dtype)
 
     def _copy_and_send(
@@ -222,31 +261,43 @@ class Copies:
             self._send(copy, changed, self._target)
 
     def _send(self, copy: StepCopy, changed: dict[Key, list[bool]], target: int) -> None:
+        new = [
+            tensor
+            for key, each in copy.layers.items()
+            for tensor, is_new in zip(each.tensors, changed[key], strict=True)
+            if is_new
+        ]
+        rooms = self._rooms
         index = _Index(
             number=copy.number,
             layers=[(*key, each.text.decode(), changed[key]) for key, each in copy.layers.items()],
+            places=None if rooms is None else [rooms.place_of(tensor) for tensor in new],
         )
         self._channel.put_text(index.model_dump_json().encode(), target)
-        for key, each in copy.layers.items():
-            for tensor, is_new in zip(each.tensors, changed[key], strict=True):
-                if is_new:
-                    self._channel.put_tensor(tensor, target)
+        for tensor in new if rooms is None else ():
+            self._channel.put_tensor(tensor, target)
 
     def _receive(self, number: int, source: int) -> None:
         index = _Index.model_validate_json(self._channel.get_text(source))
         assert index.number == number, "all ranks copy the same step"
         what = f"the copies of {self._everyone.describe_rank(source)}"
         last, copy = self.held.get(max(self.held, default=-1)), StepCopy(number)
+        rooms, places = self._source_rooms, iter(index.places or ())
+        assert (rooms is None) == (index.places is None), "both ends know how bytes travel"
         for layer, replica, manifest, changed in index.layers:
             key, data = (layer, replica), manifest.encode()
             before = None if last is None else last.layers.get(key)
             spec = _spec(data)
-            check_announced(bytes_of(spec), torch.device("cpu"), what)
+            if rooms is None:
+                check_announced(bytes_of(spec), torch.device("cpu"), what)
             tensors = list[Tensor]()
             for at, (one, is_new) in enumerate(zip(spec, changed, strict=True)):
                 if not is_new:
                     assert before is not None, "the copy before has the bits"
                     tensors.append(before.tensors[at])
+                    continue
+                if rooms is not None:
+                    tensors.append(rooms.tensor(Place(*next(places)), one[0], torch.Size(one[1])))
                     continue
                 room = self._room(one[0], torch.Size(one[1]))
                 self._channel.get_tensor(room, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -61,10 +62,12 @@ def values(copies: Copies, step: int) -> list[list[Any]]:
     return sorted(out)
 
 
-def keeps(world: Meeting) -> dict[str, Any]:
+def keeps(world: Meeting, shares: bool) -> dict[str, Any]:
     """Three steps. Rank r has layer r, whose weights begin with 10 r."""
     other, layers = 1 - world.rank, {world.rank: Layer(10.0 * world.rank)}
     copies = Copies(world, other, other, None)
+    if shares:
+        copies.share_memory()
     found = dict[str, Any]()
     for step in range(3):
         with mock.patch.object(world, "send", wraps=world.send) as send:
@@ -83,9 +86,10 @@ def keeps(world: Meeting) -> dict[str, Any]:
     return found
 
 
-def test_a_rank_keeps_its_own_layers_and_those_of_another(pool: Pool) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_rank_keeps_its_own_layers_and_those_of_another(pool: Pool, shares: bool) -> None:
     """Of the two newest steps, as they were before these. What is the same is not sent again."""
-    for found in pool.run(JOBS + "keeps", 2):
+    for found in pool.run(JOBS + "keeps", 2, shares=shares):
         assert [found[f"steps {step}"] for step in range(3)] == [[0], [0, 1], [1, 2]]
         for step in range(3):
             assert found[f"values {step}"] == [
@@ -94,8 +98,12 @@ def test_a_rank_keeps_its_own_layers_and_those_of_another(pool: Pool) -> None:
         assert found["before"] == found["values 1"]
         assert found["states"] == ["", "", "before step 1", "before step 2"]
         new, same = 2 * 4 * WIDE + 4, 3 * 4 + 1  # bytes of a layer
-        assert new <= found["sent 1"] < found["sent 0"]
-        assert found["nbytes"] == 2 * (2 * new + same), "what is the same is kept once"
+        if shares:
+            assert max(found["sent 0"], found["sent 1"]) < 4096
+        else:
+            assert new <= found["sent 1"] < found["sent 0"]
+        ranks = 1 if shares else 2
+        assert found["nbytes"] == ranks * (2 * new + same), "what is the same is kept once"
 
 
 def loses(world: Meeting) -> dict[str, Any]:
@@ -132,6 +140,28 @@ def test_a_step_that_all_have_is_left_after_a_fault(pool: Pool) -> None:
     assert (first["steps"], second["steps"]) == ({"0": 2, "1": 1}, {"0": 2})
     expected = [[at, 10.0 * at, 10.0 * at, 10.0 * at, at] for at in (0, 1)]
     assert first["values"] == second["values"] == expected
+
+
+def falls_behind(world: Meeting) -> list[list[int]]:
+    """Rank 1 reads the memory of rank 0, which goes on alone."""
+    copies, found = Copies(world, 1 - world.rank, 1 - world.rank, None), list[list[int]]()
+    copies.share_memory()
+    for step in (0, 1):
+        take(copies, step, {world.rank: Layer(1.0)})
+        copies.wait()
+    world.barrier("both copies")
+    found.append(sorted(len(each) for each in copies.complete().values()))
+    world.barrier("a look")
+    if world.rank == 0:
+        copies._forget()  # as a copy of step 2 would
+    world.barrier("rank 0")
+    found.append(sorted(len(each) for each in copies.complete().values()))
+    copies.close()
+    return found
+
+
+def test_what_its_owner_may_overwrite_is_no_copy(pool: Pool) -> None:
+    assert pool.run(JOBS + "falls_behind", 2) == [[[2, 2], [2]], [[2, 2], [1, 2]]]
 
 
 def forgets(world: Meeting) -> list[list[int]]:
