@@ -5,7 +5,8 @@ another one. The processes are those of `dynmo train`. Three ways to go on, over
 without a kill:
 
 live      the others go on from copies in memory, and a new process takes the place
-restarts  the launcher starts all ranks again, from a checkpoint of every 50 steps
+restarts  the launcher starts all ranks again, from a checkpoint of every 50 steps. Measured over
+          fewer steps: each restart costs the same
 by hand   by arithmetic: checkpoints of every 10 minutes, and the restarts' seconds
 """
 
@@ -17,6 +18,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -50,7 +53,7 @@ def settings(steps: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def run(config: dict[str, Any], kills: list[int]) -> dict[str, Any]:
+def run(config: dict[str, Any], kills: Sequence[int]) -> dict[str, Any]:
     """Trains, and returns the seconds from the first step to the last, and those of each kill."""
     faults = [Fault("kill", "F", at % RANKS, step) for at, step in enumerate(kills)]
     with tempfile.TemporaryDirectory(prefix="dynmo-steady-") as name:
@@ -72,12 +75,14 @@ def run(config: dict[str, Any], kills: list[int]) -> dict[str, Any]:
     events = [json.loads(line) for line in lines]
     steps = [event for event in events if event["event"] == "step"]
     times = [event["time"] for event in steps]
+    waits = [min(t for t in times if t > begin) - begin for begin in struck]
     return {
         "seconds": times[-1] - times[0],
         "kills": len(struck),
         "recoveries": sum(event["event"] == "recover" for event in events),
         "repeated": len(steps) - len({event["step"] for event in steps}),
-        "to_next_step": sorted(min(t for t in times if t > begin) - begin for begin in struck),
+        "to_next_step": median(waits) if waits else None,
+        "longest_to_next_step": max(waits, default=None),
         "step": median(event["seconds"] for event in steps),
         "digest": [event["weights_digest"] for event in events if event["event"] == "end"][-1],
     }
@@ -98,37 +103,42 @@ def by_hand(steps: int, every: int, step: float, restart: float) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    steps, every = options.steps, options.every
-    kills = list(range(every, steps, every))
-    plain = settings(steps, options.seconds)
-    ways: dict[str, dict[str, Any]] = {
-        "undisturbed": plain,
-        "live": plain | {"elastic": {"recover": "memory"}},
-        "restarts": plain
-        | {"checkpoint": {"every": 50, "keep": 1}, "launch": {"restarts": len(kills)}},
+    """Returns figures of each way."""
+    every = options.every
+    plain = settings(options.steps, options.seconds)
+    fewer = settings(min(options.steps, options.restart_steps), options.seconds)
+    kills = [range(every, each["train"]["steps"], every) for each in (plain, fewer)]
+    ways: dict[str, tuple[dict[str, Any], range]] = {
+        "undisturbed": (plain, range(0)),
+        "live": (plain | {"elastic": {"recover": "memory"}}, kills[0]),
+        "restarts": (
+            fewer | {"checkpoint": {"every": 50, "keep": 1}, "launch": {"restarts": len(kills[1])}},
+            kills[1],
+        ),
     }
-    figures: dict[str, Any] = {"steps": steps, "every": every, "ranks": RANKS}
+    figures: dict[str, Any] = {"steps": options.steps, "every": every, "ranks": RANKS}
     for way in options.only or ways:
-        figures[way] = run(ways[way], [] if way == "undisturbed" else kills)
-    if figures.keys() >= ways.keys():
-        undisturbed, restarts = figures["undisturbed"], figures["restarts"]
-        step = undisturbed["seconds"] / (steps - 1)
-        # Without the steps that it repeats, a restart takes these seconds.
-        lost = restarts["seconds"] - undisturbed["seconds"] - restarts["repeated"] * step
-        hand = by_hand(steps, every, step, lost / max(1, len(kills)))
-        figures["restart_seconds"] = lost / max(1, len(kills))
-        figures["over_undisturbed"] = {
-            "live": figures["live"]["seconds"] / undisturbed["seconds"],
-            "restarts": restarts["seconds"] / undisturbed["seconds"],
-            "by_hand": hand / undisturbed["seconds"],
-        }
-        figures["same"] = len({figures[way].pop("digest") for way in ways}) == 1
-    for way in ways:
-        if way in figures:
-            seconds = figures[way].pop("to_next_step")
-            figures[way]["to_next_step"] = median(seconds) if seconds else None
-            figures[way]["longest_to_next_step"] = max(seconds, default=None)
+        figures[way] = {"steps": ways[way][0]["train"]["steps"], **run(ways[way][0], ways[way][1])}
     return figures | {"machine": machine()}
+
+
+def compare(figures: dict[str, Any]) -> dict[str, Any]:
+    """Adds how much longer each way takes, if all were measured."""
+    if not figures.keys() >= {"undisturbed", "live", "restarts"}:
+        return figures
+    steps, undisturbed, restarts = figures["steps"], figures["undisturbed"], figures["restarts"]
+    step, kills = undisturbed["seconds"] / (steps - 1), len(range(0, steps, figures["every"])) - 1
+    # What a kill costs, with the steps that are repeated and without them.
+    lost = (restarts["seconds"] - (restarts["steps"] - 1) * step) / max(1, restarts["kills"])
+    restart = lost - restarts["repeated"] * step / max(1, restarts["kills"])
+    hand = by_hand(steps, figures["every"], step, restart)
+    over = {
+        "live": figures["live"]["seconds"] / undisturbed["seconds"],
+        "restarts": 1 + kills * lost / undisturbed["seconds"],
+        "by_hand": hand / undisturbed["seconds"],
+    }
+    same = figures["live"]["digest"] == undisturbed["digest"]
+    return figures | {"restart_seconds": restart, "over_undisturbed": over, "same": same}
 
 
 def main() -> None:
@@ -136,10 +146,14 @@ def main() -> None:
     add_number(parser, "steps", 3000, "steps of the run")
     add_number(parser, "every", 100, "steps between two kills")
     add_number(parser, "seconds", 0.3, "seconds of a step")
+    add_number(parser, "restart_steps", 600, "most steps of the run with restarts")
     text = "these ways alone: undisturbed, live, restarts"
     parser.add_argument("--only", nargs="*", metavar="WAY", help=text)
+    text = "figures of such runs, instead of measuring"
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help=text)
     options = parser.parse_args()
-    figures = measure(options)
+    read = [json.loads(path.read_text()) for path in options.read or ()]
+    figures = compare({**ChainMap(*read)} if read else measure(options))
     print(json.dumps(figures)) if options.json else show(figures)
 
 

@@ -56,6 +56,8 @@ from dynmo.runtime.comm.worker import said_while
 from dynmo.runtime.engine.engine import Engine
 from dynmo.runtime.optim.parameter_groups import ParameterGroups
 from dynmo.runtime.state.save import Save
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.op import validate
 
 if TYPE_CHECKING:
     from dynmo.pipeline.dry_run import RunPlan
@@ -280,6 +282,7 @@ class Parts:
             gc.collect()
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
+        validate(make("1f1b", 2, 2))  # all ranks would wait while its loops are loaded
         return join(self.world, identity, self.take_up, stopping)
 
     def take_up(self, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 from pathlib import Path
@@ -101,6 +102,7 @@ def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
+    gc.freeze()
     world = outside_world(
         rendezvous_file,
         device=device,

@@ -6,6 +6,7 @@ The trainer, the profiler and the plan all begin with it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
@@ -58,6 +59,7 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[Meeting, Mo
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     model = model_of(config)
+    gc.freeze()  # after a fault a collection has only what came since
     with join_world(config, rendezvous, device) as world:
         yield world, model
 

@@ -120,6 +120,23 @@ def test_restarts_by_hand_by_arithmetic() -> None:
     assert steady.by_hand(3000, 1500, 0.3, 0.0) == pytest.approx(4500 * 0.3)
 
 
+def test_restarts_of_a_long_run_follow_from_those_of_a_short_one() -> None:
+    figures = steady.compare(
+        {
+            "steps": 1001,
+            "every": 100,
+            "undisturbed": {"seconds": 100.0, "digest": "a"},
+            "live": {"seconds": 105.0, "digest": "a"},
+            # Two kills, each with 3 s and 20 steps of 0.1 s.
+            "restarts": {"steps": 301, "seconds": 30.0 + 2 * 5.0, "kills": 2, "repeated": 40},
+        }
+    )
+    assert figures["restart_seconds"] == pytest.approx(3.0)
+    assert figures["over_undisturbed"]["live"] == pytest.approx(1.05)
+    assert figures["over_undisturbed"]["restarts"] == pytest.approx(1.5)
+    assert figures["same"] is True
+
+
 @pytest.mark.matrix
 def test_a_long_run_with_kills(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = steady.settings(30, 0.05) | {"elastic": {"recover": "memory"}}
