@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 from pathlib import Path
@@ -20,7 +19,7 @@ from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import rendezvous_record
 from dynmo.signals import is_asked_to_stop, signals_heard
 from dynmo.train.run_log import Listener
-from dynmo.train.setup import device_for, model_of, start
+from dynmo.train.setup import device_for, freeze_imports, model_of, start
 from dynmo.train.trainer import RunResult, Trainer
 
 # File in the folder of a running run. It says where the ranks meet.
@@ -102,7 +101,7 @@ def join_run(folder: Path, listen: Listener | None = None) -> RunResult | None:
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
-    gc.freeze()
+    freeze_imports()
     world = outside_world(
         rendezvous_file,
         device=device,

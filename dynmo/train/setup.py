@@ -59,9 +59,15 @@ def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[Meeting, Mo
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     model = model_of(config)
-    gc.freeze()  # after a fault a collection has only what came since
+    freeze_imports()
     with join_world(config, rendezvous, device) as world:
         yield world, model
+
+
+def freeze_imports() -> None:
+    """Leaves what was imported out of collections, of which a rank makes one after each fault."""
+    if not gc.get_freeze_count():  # a program may train more than once
+        gc.freeze()
 
 
 # Keys that may differ between ranks. The loader compares the data itself.
