@@ -7,8 +7,9 @@ copies its layers before each step (`elastic.recover = "memory"`), and the other
 2. asleep  the same layers, each of whose passes sleeps, as a GPU works while its host is idle.
 
 `slower` is the share by which a step takes longer. `limit` is the share of a step in which one core
-copies the rank's own layers and those that it keeps, if nothing of that is hidden. `bytes` is what
-the copies take on a rank, and `layers` the weights and moments of its layers. Seconds are medians.
+copies the rank's own layers, if nothing of that is hidden. The other rank reads them where they
+are. `bytes` is what the copies take on a rank, and `layers` the weights and moments of its layers.
+Seconds are medians.
 
 python -m benchmarks.copies
 """
@@ -91,8 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         plain, copies = figures["seconds"]["plain"], figures["seconds"]["copies"]
         out[name] = figures | {
             "slower": copies / plain - 1,
-            # Its own layers are read once, and sent, and as many come from the other rank.
-            "limit": 3 * figures["copy"] / plain,
+            "limit": figures["copy"] / plain,
         }
     return out
 

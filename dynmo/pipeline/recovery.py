@@ -318,7 +318,7 @@ class Recovery:
         target, source = ((world.rank + way) % world.size for way in (shift, -shift))
         ends = (target, source) if shift else (None, None)
         self._copies = Copies(world, *ends, self._copies)
-        if shift:
+        if shift and self._roster.shares_memory():
             self._copies.share_memory()
         world.channels.add(self._copies)
 

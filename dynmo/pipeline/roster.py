@@ -64,6 +64,10 @@ class Roster:
         self._rank, self._numbered = self._world.rank, self._world.generation
         return max(table["number"] for table in tables)
 
+    def shares_memory(self) -> bool:
+        """Returns whether all ranks are on one machine, and may read each other's memory."""
+        return len({place.node or place.host for place in self.places}) == 1
+
     def shift(self, replicas: int, *, is_spread: bool) -> int:
         """Returns how many ranks further a rank's copies are. 0: other replicas have its layers.
 

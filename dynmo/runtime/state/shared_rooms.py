@@ -16,7 +16,9 @@ import threading
 from typing import NamedTuple
 from weakref import finalize
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -63,7 +65,7 @@ class SharedRooms:
         self.address = Address(process=os.getpid(), file=self._file, word=word.hex())
         header = self._take(_HEADER)
         header[:_WORD] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        self._oldest = header[_WORD:].view(torch.int64)
+        self._oldest = _number(header)
 
     def _begin(self, size: int) -> None:
         self._file = os.memfd_create("dynmo-copies")
@@ -91,7 +93,7 @@ class SharedRooms:
 
     def forget(self, before: int) -> None:
         """Tells readers that copies of smaller numbers may be overwritten from now on."""
-        self._oldest.fill_(before)
+        self._oldest[0] = before
 
 
 class OtherRooms:
@@ -107,7 +109,7 @@ class OtherRooms:
         header = self._file(address.file)[:_HEADER]
         if bytes(header[:_WORD].tolist()).hex() != address.word:
             raise OSError("another process has this number here")
-        self._oldest = header[_WORD:].view(torch.int64)
+        self._oldest = _number(header)
 
     def _file(self, number: int) -> Tensor:
         if number not in self._files:
@@ -125,7 +127,12 @@ class OtherRooms:
 
     def has(self, number: int) -> bool:
         """Whether the copies of a number are still as they were."""
-        return number >= int(self._oldest)
+        return number >= int(self._oldest[0])
+
+
+def _number(header: Tensor) -> NDArray[np.int64]:
+    """Returns the number behind the word. An array, since a tensor gives Python's lock away."""
+    return header[_WORD:].view(torch.int64).numpy()
 
 
 def _map(file: int) -> Tensor:
