@@ -77,7 +77,8 @@ class SharedRooms:
     def _take(self, size: int) -> Tensor:
         with self._lock:
             if self._used + size > len(self._memory):
-                self._begin(max(_FILE, size))
+                # Each is twice as large as the last, since a process may open about 1000.
+                self._begin(max(size, _FILE << len(self._files)))
             room = self._memory[self._used : self._used + size]
             self._used += -(-size // _ALIGNED) * _ALIGNED
             return room

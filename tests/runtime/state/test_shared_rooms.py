@@ -60,6 +60,7 @@ def test_any_tensor_is_read_as_it_was_written(
     for value, room in enumerate(written):
         read = other.tensor(rooms.place_of(room), room.dtype, room.shape)
         assert torch.equal(read, torch.full(shape, value).to(dtype))
+    assert len({rooms.place_of(room).file for room in written}) < 8
 
 
 def test_copies_that_may_be_overwritten_are_gone() -> None:
