@@ -126,9 +126,9 @@ def digest(event: Event) -> str:
 def test_dynmo_goes_on_without_a_host_and_takes_it_back(
     hosts: Hosts, alone: str, tmp_path: Path, how: Literal["killed", "cut"]
 ) -> None:
-    """Ranks that were cut off live on, and end by themselves."""
+    """Ranks that were cut off live on, and end by themselves by `parallel.work_timeout`."""
     elastic = {"recover": "memory", "join_timeout": 60.0}
-    parallel = RUN["parallel"] | {"pipeline": RANKS}
+    parallel = RUN["parallel"] | {"pipeline": RANKS, "work_timeout": 60.0}
     config = parse(RUN | {"parallel": parallel, "elastic": elastic})
     (tmp_path / "run.toml").write_text(config.to_toml())
     process = hosts.start(0, sys.executable, "-m", "tests.elastic.hosts", *hosts.names)
