@@ -90,7 +90,7 @@ def has_ended(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LAST))
         *_, last = [b"", *file.read().splitlines()]
-    with suppress(ValueError):  # torn
+    with suppress(ValueError, LookupError, TypeError):  # torn or damaged
         return json.loads(last)["event"] == EndEvent.event
     return False
 

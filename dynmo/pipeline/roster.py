@@ -1,10 +1,9 @@
-"""Where each rank of a run that recovers is, and which of them are left after a fault."""
+"""The ranks of a run that recovers: where each of them is, and which are left after a fault."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -66,7 +65,11 @@ class Roster:
 
     def shares_memory(self) -> bool:
         """Returns whether all ranks are on one machine, and may read each other's memory."""
-        return len({place.node or place.host for place in self.places}) == 1
+        return len(set(self._nodes)) == 1
+
+    @property
+    def _nodes(self) -> list[str]:
+        return [place.node or place.host for place in self.places]
 
     def shift(self, replicas: int, *, is_spread: bool) -> int:
         """Returns how many ranks further a rank's copies are. 0: other replicas have its layers.
@@ -75,9 +78,9 @@ class Roster:
             replicas: Number of replicas of the mesh.
             is_spread: Whether each replica has groups of its own, such as experts.
         """
-        nodes = [place.node or place.host for place in self.places]
+        nodes = self._nodes
         together = (set(nodes[at : at + replicas]) for at in range(0, len(nodes), replicas))
-        is_safe = len(Counter(nodes)) == 1 or all(len(each) > 1 for each in together)
+        is_safe = self.shares_memory() or all(len(each) > 1 for each in together)
         if replicas > 1 and is_safe and not is_spread:
             return 0
         if len(nodes) == 1:

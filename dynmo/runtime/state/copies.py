@@ -22,6 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from dynmo.errors import RankDied
 from dynmo.runtime.comm.agreement import share_texts
 from dynmo.runtime.comm.headers import DTYPES, TAG_COPY, bytes_of, check_announced
 from dynmo.runtime.comm.idle_channel import IdleChannel
@@ -297,7 +298,11 @@ class Copies:
                     tensors.append(before.tensors[at])
                     continue
                 if rooms is not None:
-                    tensors.append(rooms.tensor(Place(*next(places)), one[0], torch.Size(one[1])))
+                    try:
+                        room = rooms.tensor(Place(*next(places)), one[0], torch.Size(one[1]))
+                    except OSError as error:  # a file that it has begun just now
+                        raise RankDied(f"{what} cannot be read: {error.strerror}") from error
+                    tensors.append(room)
                     continue
                 room = self._room(one[0], torch.Size(one[1]))
                 self._channel.get_tensor(room, source)

@@ -30,7 +30,7 @@ _HEADER = _WORD + 8
 
 
 class Address(BaseModel):
-    """Where rooms are: a process, its first file, and the word that this begins with, in hex."""
+    """The process that has rooms, its first file, and the word that this begins with, in hex."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     process: int
@@ -39,7 +39,7 @@ class Address(BaseModel):
 
 
 class Place(NamedTuple):
-    """Where a tensor is: the number of a file in its process, and the first byte."""
+    """The number of a tensor's file in its process, and the first byte."""
 
     file: int
     first: int

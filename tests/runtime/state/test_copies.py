@@ -15,6 +15,7 @@ from dynmo.runtime.comm.headers import TAG_COPY
 from dynmo.runtime.comm.meeting import Meeting
 from dynmo.runtime.state.copies import Copies
 from dynmo.runtime.state.migration import unpack
+from dynmo.runtime.state.shared_rooms import OtherRooms
 from tests.pool import Pool
 
 JOBS = "tests.runtime.state.test_copies:"
@@ -162,6 +163,27 @@ def falls_behind(world: Meeting) -> list[list[int]]:
 
 def test_what_its_owner_may_overwrite_is_no_copy(pool: Pool) -> None:
     assert pool.run(JOBS + "falls_behind", 2) == [[[2, 2], [2]], [[2, 2], [1, 2]]]
+
+
+def cannot_read(world: Meeting) -> str:
+    """The other rank dies between its message and the look into its memory."""
+    copies = Copies(world, 1 - world.rank, 1 - world.rank, None)
+    copies.share_memory()
+    gone, told = FileNotFoundError(2, "No such file or directory"), ""
+    with mock.patch.object(OtherRooms, "tensor", side_effect=gone):
+        take(copies, 0, {world.rank: Layer(1.0)})
+        try:
+            copies.wait()
+        except RankDied as error:
+            told = str(error)
+    world.barrier("both")
+    copies.close()
+    return told
+
+
+def test_memory_that_is_gone_is_a_dead_rank(pool: Pool) -> None:
+    for told in pool.run(JOBS + "cannot_read", 2):
+        assert told.endswith("cannot be read: No such file or directory")
 
 
 def forgets(world: Meeting) -> list[list[int]]:
