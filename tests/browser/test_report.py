@@ -160,6 +160,7 @@ def test_page_says_that_its_server_has_gone(
 
 
 def test_wrong_token_is_refused(page: Page, served: tuple[str, Path], faults: list[str]) -> None:
-    page.goto(served[0] + "x")
+    with page.expect_console_message():  # of the refused request
+        page.goto(served[0] + "x")
     assert "open the address that dynmo dashboard has printed" in page.inner_text("body")
     faults.clear()
