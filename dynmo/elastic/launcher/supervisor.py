@@ -224,13 +224,14 @@ class Supervisor:
 
     def _is_over(self, seconds: float, living: set[int]) -> bool:
         """Returns whether a failure so long ago ends the run."""
-        if self.recovers_within is not None:
-            return seconds > self.recovers_within
         if seconds <= _GRACE_WHEN_HUNG:
             return False
         numbers, reports = {process.number for process in self._ranks}, self._failures()
         blamed = {each for number in numbers & reports.keys() for each in reports[number].waits_for}
-        return seconds > _GRACE or living <= blamed
+        if self.recovers_within is None:
+            return seconds > _GRACE or living <= blamed
+        # Ranks that go on are blamed by nobody.
+        return seconds > self.recovers_within or (seconds > _GRACE and living <= blamed)
 
     def _ask_to_save(self) -> None:
         """Hands SIGUSR1 on once all ranks run. It ends a process that waits for its resources."""

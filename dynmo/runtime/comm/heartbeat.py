@@ -13,7 +13,8 @@ limit there. This thread looks at those that have lasted for over `parallel.time
     all of them wait for one another                        nobody will come
 
 In all other cases the wait goes on. Otherwise the thread keeps the verdict, and ends the process
-groups of all waits. A dead process is found without this: its connections end.
+groups of all waits. A dead process is found without this: its connections end. gloo does not end
+every collective whose connection was cut. A rank that cannot leave its wait ends as a process.
 
 No clock of another machine counts. A rank speaks if the number in the store grows.
 """
@@ -48,6 +49,8 @@ EVERY, SHARE = 10.0, 1 / 8
 QUICK = 0.25
 # Seconds in which the store must answer.
 _ANSWER = 2.0
+# Least seconds that a rank gets to leave a wait that is over.
+_LEAVE = 10.0
 # Key of the store by which a rank tells that its generation cannot go on.
 ENDED = "ended"
 # In the environment of a rank: nobody takes it for dead, and it waits without a limit.
@@ -204,6 +207,8 @@ class Heartbeat:
         self._number, self._ticks, self._progress = 0, ACTIVITY.ticks, time.monotonic()
         self._over = threading.Event()
         self.verdict: Verdict | None = None
+        # When the thread has acted on the verdict first.
+        self._judged = 0.0
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -244,12 +249,14 @@ class Heartbeat:
             if now - last > 4 * every:  # this process stood still, and so may the others have done
                 for heard in self._heard.values():
                     heard.at = now
+                self._judged = now
             last = now
             try:
                 self._tell(every)
                 self._look(every)
                 if self.is_quick:
                     self._look_for_end()
+                self._end_process()
             except Exception as error:  # nothing else ends the waits
                 self._fail(error)
 
@@ -396,6 +403,24 @@ class Heartbeat:
         for group in groups.values():
             if group is not None:
                 end_waits(group)
+
+    def _end_process(self) -> None:
+        """Ends this process if it cannot leave a wait that is over."""
+        now, verdict = time.monotonic(), self.verdict
+        if verdict is None or self._is_patient:
+            self._judged = now
+            return
+        limit = max(_LEAVE, self._world.timeout)
+        if now - self._judged < limit:
+            return
+        stuck = next((wait for wait in self._open_waits if wait.begun < self._judged), None)
+        if stuck is not None:
+            me, why = self._world.describe_rank(self._world.rank), verdict.said or "nobody comes"
+            _logger.error(
+                f"{me} cannot leave its wait for {stuck.what}, which is over for {limit:g} s "
+                f"({why}); the process ends"
+            )
+            os._exit(1)
 
     def late(self, wait: Wait) -> Verdict:
         """Returns why a wait has ended, one whose limit was the backend's too."""

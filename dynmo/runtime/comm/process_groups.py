@@ -195,13 +195,17 @@ def _form(
             trouble, group = reason(error), None
             drop()
         try:
-            trouble = _agree_on(place, size, trouble, timeout, is_over)
+            trouble = _agree_on(place, rank, size, trouble, timeout, is_over)
         except RuntimeError as error:
             group = None
             drop()
             if isinstance(error, RunError):
                 raise
             why = trouble or reason(error)
+            absent = find_missing(place, [f"proved/{other}" for other in range(size)])
+            if absent:
+                late = f"rank {rank} waited in vain for {ranks_text(absent)} to form a group"
+                raise WaitTimeout(f"{late} of {size} ({why})", absent) from None
             raise RankDied(f"rank {rank} could not form a group of {size}: {why}") from None
         if not trouble:
             return group
@@ -217,6 +221,7 @@ def _form(
 
 def _agree_on(
     place: SignedStore,
+    rank: int,
     size: int,
     trouble: str,
     timeout: float,
@@ -232,6 +237,7 @@ def _agree_on(
     elif trouble:  # a consequence, perhaps
         place.compare_set("trouble", "", trouble)
     limit = min(timeout, 2 * PATIENCE) if trouble else timeout
+    place.set(f"proved/{rank}", "1")
     await_all(place, "proved", size, limit, is_over)
     with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone
         return (place.find("trouble") or b"").decode()

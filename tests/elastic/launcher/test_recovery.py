@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dynmo.errors import RankDied, RunError
-from tests.elastic.launcher.emulated import EmulatedProcess, Script, Steps, ends, launch, stops
+from dynmo.errors import RankDied, RunError, WaitTimeout
+from tests.elastic.launcher.emulated import (
+    EmulatedProcess,
+    EmulatedRun,
+    Script,
+    Steps,
+    ends,
+    launch,
+    stops,
+)
 from tests.elastic.run_launcher import LOSES_TWO, RECOVERS, launcher_command, reports_of
 
 RELEASED = "released 1: 1 process of this machine ended; memory and device are free"
@@ -122,6 +130,18 @@ def loses_rank_1(me: EmulatedProcess) -> Steps:
 def test_run_fails_if_nobody_recovers(tmp_path: Path, rank_0: Script) -> None:
     with pytest.raises(RunError, match=r"rank \d was ended by SIGKILL"):
         launch(tmp_path, rank_0, dies, recovers_within=9.0)
+
+
+def waited_in_vain(me: EmulatedProcess) -> Steps:
+    yield
+    raise WaitTimeout("rank 0 waited in vain for rank 1 to form a group", [1])
+
+
+def test_run_ends_soon_once_a_stopped_rank_is_blamed_by_all_others(tmp_path: Path) -> None:
+    run = EmulatedRun([waited_in_vain, stops], None)
+    with pytest.raises(RunError, match="waited in vain"):
+        run.launch(tmp_path, recovers_within=90.0)
+    assert run.now < 9
 
 
 def test_run_fails_with_a_rank_that_is_left(tmp_path: Path) -> None:

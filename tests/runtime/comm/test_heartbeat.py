@@ -8,15 +8,21 @@ import re
 import signal
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dynmo
 from dynmo.activity import ACTIVITY
+from dynmo.runtime.comm import heartbeat
 from dynmo.runtime.comm.meeting import Meeting
+from dynmo.runtime.comm.signed_store import SignedStore
 from tests.pool import Pool
+from tests.processes import wait_until
 from tests.runtime.jobs import error_of
 
 JOBS = "tests.runtime.comm.test_heartbeat:"
@@ -166,3 +172,42 @@ def test_silent_rank_is_dead(pool: Pool) -> None:
     assert kind == "WaitTimeout"
     assert text.startswith("rank 0 waited 0.4 s for rank 1: ")
     assert re.search(r"rank 1 is silent for \d s, and told before: \w+", text)
+
+
+class Alone:
+    """Rank 0 of 2, whose peer never comes."""
+
+    rank = 0
+    size = 2
+    timeout = 0.1
+
+    def global_rank(self, rank: int) -> int:
+        return rank
+
+    def describe_rank(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def fail(
+        self,
+        error: RuntimeError,
+        peers: Sequence[int] | None,
+        what: str,
+        wait: heartbeat.Wait | None,
+    ) -> NoReturn:
+        raise error
+
+
+def test_process_ends_that_cannot_leave_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, lines, world = list[int](), Lines(), Alone()
+    monkeypatch.setattr(heartbeat, "_LEAVE", 0.2)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    thread = heartbeat.Heartbeat(world, SignedStore(dist.HashStore()), 0.1, 0.1)
+    try:
+        with heartbeat.Wait(thread, world, None, "the sum of all"):
+            wait_until(lambda: bool(ended))
+    finally:
+        thread.close()
+    assert ended[0] == 1
+    assert re.match(
+        r"rank 0 cannot leave its wait for the sum of all, which is over", lines.texts[0]
+    )
