@@ -61,6 +61,7 @@ class CaseOptions(Options):
         turn: Cases act in the order of their turns. Cases of the user's own act last.
         changes: The part of a GPT that the case gives other code, such as "attention". No other
             case may change it. Empty: none.
+        only_gpt: Whether the case cannot change that part in models of transformers.
         chooses_tokens: Whether layers compute other tokens in each microbatch.
     """
 
@@ -68,6 +69,7 @@ class CaseOptions(Options):
     turn: ClassVar[int] = 0
 
     changes: ClassVar[str] = ""
+    only_gpt: ClassVar[bool] = False
     chooses_tokens: ClassVar[bool] = False
 
     @property
@@ -82,7 +84,7 @@ class CaseOptions(Options):
                 f'dynamism.{self.name}: model.kind = "emulated" has no {self.changes}; use "gpt" '
                 "or a model of your own"
             )
-        elif self.changes and run.model is not None and run.model.kind == "hf":
+        elif self.only_gpt and run.model is not None and run.model.kind == "hf":
             yield (
                 f'dynamism.cases: "{self.name}" changes code that model.kind = "hf" takes from '
                 'transformers; leave it out, or use "gpt" or a model of your own'

@@ -18,6 +18,7 @@ class EarlyExit(CaseOptions):
     name: ClassVar[str] = "early_exit"
     turn: ClassVar[int] = 3
     changes: ClassVar[str] = "attention"
+    only_gpt: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = True
 
     policy: Literal["calm", "adp-c"] = "calm"

@@ -18,6 +18,7 @@ class MixtureOfDepths(CaseOptions):
     name: ClassVar[str] = "mixture_of_depths"
     turn: ClassVar[int] = 4
     changes: ClassVar[str] = "attention"
+    only_gpt: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = True
 
     capacity: Annotated[float, Field(gt=0, le=1)] = 0.125

@@ -23,7 +23,6 @@ from dynmo import Change, Dynamism, Forecast, Layers
 from dynmo.cases.sparse_attention import SparseAttention as SparseAttentionOptions
 from dynmo.cases.sparse_attention.dropped import Dropped
 from dynmo.cases.sparse_attention.hashed import Hashed
-from dynmo.cases.sparse_attention.shared import SparseAttention
 from dynmo.extend import ConfigError, RunFacts, case_seed, layers_that
 
 Blocks = Sequence[int] | None
@@ -38,7 +37,7 @@ class SparseAttentionCase(Dynamism):
     def __init__(
         self,
         schedule: Sequence[tuple[int, Blocks]],
-        kind: Callable[[int], SparseAttention],
+        kind: Callable[[int], Hashed | Dropped],
         seed: int,
         ratio: tuple[float, float] | None = None,
     ) -> None:
@@ -62,8 +61,11 @@ class SparseAttentionCase(Dynamism):
             sparse = None
             if index in self._sparse:
                 sparse = self._kind(case_seed(self._seed, index, step))
-            # A module of any class has it.
-            setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010
+            module: Any = layers.modules[index]  # of any class
+            if hasattr(module, "attention_function"):
+                module.attention_function = sparse and sparse.of_pairs
+            else:
+                module.sparse_attention = sparse
         if before == self._sparse:
             return None
         share = f"{len(self._sparse)} of {len(self._halves)}"
@@ -113,13 +115,14 @@ class SparseAttentionCase(Dynamism):
 
 
 def attention_halves(modules: Sequence[nn.Module]) -> list[int]:
-    """Returns the layers that have an attribute `sparse_attention`."""
+    """Returns the layers that have `sparse_attention` or `attention_function`."""
     return layers_that(
-        lambda module: hasattr(module, "sparse_attention"),
+        lambda module: hasattr(module, "sparse_attention") or hasattr(module, "attention_function"),
         modules,
         "sparse_attention, but no layer of the model has attention that can be sparse; give one "
-        "of your own an attribute `sparse_attention`, as "
-        "dynmo.cases.sparse_attention.layers.SharedAttentionHalf has",
+        "of your own an attribute `attention_function` as "
+        "dynmo.models.huggingface.layers.BlockLayer has, or `sparse_attention` as "
+        "dynmo.cases.sparse_attention.layers.SharedAttentionHalf",
     )
 
 
@@ -135,16 +138,17 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
 
 
 def make(options: SparseAttentionOptions, run: RunFacts) -> Dynamism:
+    is_hf = run.model is not None and run.model.kind == "hf"
     if options.kind == "drop":
         kind, share = partial(Dropped, options.drop, options.tile), (1 - options.drop) ** 2
-        if run.on_cuda:
+        if run.on_cuda and not is_hf:
             raise ConfigError(
                 'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or '
                 'parallel.device = "cpu"'
             )
     else:
         kind, share = partial(Hashed, options.buckets, options.tile), 1 / options.buckets
-        if run.on_cuda and find_spec("triton") is None:
+        if run.on_cuda and not is_hf and find_spec("triton") is None:
             raise ConfigError(
                 'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use '
                 'parallel.device = "cpu"'

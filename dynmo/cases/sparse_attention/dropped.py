@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dynmo.cases.sparse_attention.pairs import Scoring, drop_pairs
 from dynmo.cases.sparse_attention.shared import scale_keys
 from dynmo.extend import tiled
 
@@ -126,3 +127,10 @@ class Dropped:
         return drop_attention(
             x, v, *draw_kept(x.shape[2], x.shape[1], self.share, self.seed), self.tile
         )
+
+    def of_pairs(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **scoring: Any
+    ) -> Tensor:
+        """Attends with a query and a key of each position (`pairs.drop_pairs`)."""
+        kept = draw_kept(k.shape[1], k.shape[2], self.share, self.seed)
+        return drop_pairs(q, k, v, mask, kept, self.tile, Scoring(**scoring))

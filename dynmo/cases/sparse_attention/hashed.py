@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynmo.cases.sparse_attention import hashed_triton
+from dynmo.cases.sparse_attention.pairs import Scoring, hash_pairs
 from dynmo.cases.sparse_attention.shared import FAST, SHORTEST, rows_of, scale_keys
 from dynmo.extend import jit, tiled
 
@@ -229,3 +230,11 @@ class Hashed:
         draw = _directions_on_device if x.device.type == "cuda" else draw_directions
         directions = draw(x.shape[2], x.shape[3], self.buckets, self.seed, x.device)
         return hash_attention(x, v, hash_buckets(x, directions), self.buckets, self.tile)
+
+    def of_pairs(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **scoring: Any
+    ) -> Tensor:
+        """Attends with a query and a key of each position (`pairs.hash_pairs`)."""
+        draw = _directions_on_device if q.device.type == "cuda" else draw_directions
+        directions = draw(k.shape[1], k.shape[3], self.buckets, self.seed, k.device)
+        return hash_pairs(q, k, v, mask, directions, self.tile, Scoring(**scoring))

@@ -73,6 +73,11 @@ class SparseAttention(CaseOptions):
         yield from super().problems(run)
         if self.schedule and (self.start or self.blocks is not None):
             yield f"{key}.schedule says when and where, and so do start and blocks; leave them out"
+        if run.compiles and model is not None and model.kind == "hf":
+            yield (
+                f'train.compile = true with {key} and model.kind = "hf": its attention cannot be '
+                "compiled; use compile = false"
+            )
         named = {block for _, blocks in self.schedule for block in blocks} | set(self.blocks or ())
         if model is not None and model.is_gpt and max(named, default=0) >= model.blocks:
             where = "schedule" if self.schedule else "blocks"

@@ -12,17 +12,20 @@ positions and other constants.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.split import LOW
+from dynmo.models.huggingface.attention import AttentionFunction, attention_by, configs_of
 from dynmo.models.huggingface.names import adapted, base_name, is_adapter
 from dynmo.models.huggingface.private import on_shapes
 from dynmo.models.huggingface.probe import ModelStructure, embedding_width
 from dynmo.models.huggingface.router import RouterLoss
 from dynmo.models.huggingface.stubs import (
+    AddsNothing,
     Arguments,
     Borrowed,
     PassedOver,
@@ -352,12 +355,23 @@ class BlockLayer(HuggingFaceLayer):
     Args:
         index: Index of the block.
         block: The block. Of a half, a copy in which the other half adds nothing.
+
+    Attributes:
+        attention_function: Computes the attention. None: the block's own code does. Only layers
+            whose attention is asked of transformers' interface have it.
     """
+
+    attention_function: AttentionFunction | None
 
     def __init__(self, shared_model: SharedModel, index: int, block: nn.Module) -> None:
         super().__init__(shared_model)
-        self.own(shared_model.structure.block_path(index), block)
+        structure = shared_model.structure
+        self.own(structure.block_path(index), block)
         self.index, self._block = index, Unowned(block)
+        where = structure.attention[index]
+        if where is not None and not isinstance(_first_on(where, block), AddsNothing):
+            self.attention_function = None
+        self._configs = Unowned(configs_of(block))
 
     @property
     def block(self) -> nn.Module:
@@ -367,7 +381,7 @@ class BlockLayer(HuggingFaceLayer):
         mask, positions = unpacked(carried)
         args, kwargs = self.shared_model.arguments(self.index, hidden, mask, positions, self)
         router, block = self.shared_model.router, self.block
-        with on_shapes(hidden):
+        with on_shapes(hidden), self._attention():
             if router is None:
                 return (hidden_of(block(hidden, *args, **kwargs)), *carried)
             with router.noted(block) as logits:
@@ -376,3 +390,12 @@ class BlockLayer(HuggingFaceLayer):
         for each in logits:
             probabilities, counts = router.added(probabilities, counts, each, mask)
         return (out, *kept, probabilities, counts)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        function = getattr(self, "attention_function", None)
+        return nullcontext() if function is None else attention_by(function, self._configs.value)
+
+
+def _first_on(path: str, block: nn.Module) -> nn.Module:
+    """Returns the child of a block on the way to a module."""
+    return block.get_submodule(path.partition(".")[0])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dynmo.errors import ConfigError, first_line
+from dynmo.models.huggingface.attention import attention_in
 from dynmo.models.huggingface.private import experts_on_shapes, initialise_own
 from dynmo.models.huggingface.stubs import (
     Arguments,
@@ -62,6 +63,8 @@ class ModelStructure:
         before: Paths of the modules that run before the first block.
         after: Paths of the modules that run after the last block.
         elements: Length of the tuple that each block returns. None for a tensor.
+        attention: Path of the attention in each block. None if transformers' interface for
+            attention functions does not give it.
         arguments: The arguments of each block on the meta device, after its hidden states.
         hidden: The hidden states on the meta device.
     """
@@ -72,6 +75,7 @@ class ModelStructure:
     before: tuple[str, ...]
     after: tuple[str, ...]
     elements: tuple[int | None, ...]
+    attention: tuple[str | None, ...]
     arguments: tuple[Arguments, ...]
     hidden: Tensor
 
@@ -165,6 +169,10 @@ def structure_of(model: PreTrainedModel) -> ModelStructure:
     arguments = _arguments(model, blocks, elements, leaf)
     others = (probe.leaves(each) for probe, each in zip(probes, arguments, strict=True))
     _refuse(_differences(seen, others))
+    shapes, arguments = on_meta(hidden), [mapped(each, on_meta) for each in arguments]
+    attention = (
+        attention_in(x.original, shapes, *each) for x, each in zip(probes, arguments, strict=True)
+    )
     return ModelStructure(
         model=model,
         base=blocks.partition(".")[0],
@@ -172,8 +180,9 @@ def structure_of(model: PreTrainedModel) -> ModelStructure:
         before=before,
         after=after,
         elements=elements,
-        arguments=tuple(mapped(each, on_meta) for each in arguments),
-        hidden=on_meta(hidden),
+        attention=tuple(attention),
+        arguments=tuple(arguments),
+        hidden=shapes,
     )
 
 
