@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import AttentionInterface
 
 from dynmo.errors import ConfigError
 
@@ -86,7 +87,7 @@ def attention_by(function: AttentionFunction, configs: Iterable[Any]) -> Generat
     ) -> tuple[Tensor, None]:
         if others.get("position_bias") is not None:
             raise ConfigError(f"{type(module).__name__} adds a bias to its scores")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask = attention_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = mask >= 0  # what is left out has the least number
@@ -95,7 +96,7 @@ def attention_by(function: AttentionFunction, configs: Iterable[Any]) -> Generat
             key,
             value,
             mask,
-            scaling=scaling,
+            scaling=factor,
             softcap=others.get("softcap"),
             sinks=others.get("s_aux"),
             dropout=dropout,
