@@ -102,6 +102,8 @@ def _continued(
 
 def _next_ids(pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
     """Returns the most likely next id of each row, on every rank."""
+    if pipeline.mesh.model.takes_targets:
+        inputs = {**inputs, "labels": torch.full_like(inputs["input_ids"], -100)}
     found = pipeline.evaluate(inputs, outputs=True, microbatches=1, shared=True).outputs
     world = pipeline.mesh.world
     ids = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64)

@@ -56,7 +56,7 @@ def load_model(
 
         only_shapes = torch.get_default_device().type == "meta"
         with torch.device("cpu"):
-            return make(options, seed, loss, only_shapes=only_shapes)
+            return make(options, seed, loss, cases, only_shapes=only_shapes)
     if loss is not None:
         raise ConfigError(
             f'loss needs a model of kind "hf", not "{options.kind}"; give a model of your own its '

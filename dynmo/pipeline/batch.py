@@ -181,9 +181,10 @@ class BatchCutter:
             )
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
             return self._model.first_inputs(inputs, targets)
+        several = [x if isinstance(x, tuple) else (x,) for x in inputs]
         return [
-            (self._model.first_inputs(x[0] if isinstance(x, tuple) else x, y),)
-            for x, y in zip(inputs, targets, strict=True)
+            (self._model.first_inputs(x[0], y), *x[1:])
+            for x, y in zip(several, targets, strict=True)
         ]
 
 

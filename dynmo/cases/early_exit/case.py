@@ -31,8 +31,9 @@ class EarlyExitCase(CountingCase):
         return layers_that(
             lambda module: hasattr(module, "exits") and hasattr(module, "seen"),
             modules,
-            "early_exit, but no layer of the model lets tokens exit; give one of your own the "
-            "attributes `exits` and `seen`, as dynmo.cases.early_exit.layers.ExitHead has",
+            "early_exit, but no layer of the model lets tokens exit; give load_model or "
+            "from_pretrained the cases, too, or a layer of your own the attributes `exits` and "
+            "`seen`, as dynmo.cases.early_exit.layers.ExitHead has",
         )
 
     def counted(self, module: Any) -> tuple[int, int]:

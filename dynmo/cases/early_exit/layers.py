@@ -120,13 +120,8 @@ class ExitAttentionHalf(gpt.RotaryAttention):
         return (*after, x) if self.keeps_state else after
 
 
-class ExitHead(nn.Module):
-    """Predicts, and lets the tokens go whose confidence is over the threshold.
-
-    Args:
-        m: Sizes of the model.
-        options: Say when a token exits.
-        block: The exit stands after this block.
+class Leaving(nn.Module):
+    """Says which tokens leave at an exit.
 
     Attributes:
         exits: Whether tokens leave. If not, the exit only adds its loss.
@@ -135,72 +130,54 @@ class ExitHead(nn.Module):
 
     tape: WeightTape | None = None
 
-    def __init__(self, m: ModelOptions, options: EarlyExit, block: int) -> None:
-        super().__init__()
-        self.sequence, self.compares = m.sequence, options.compares
+    def decide_by(self, options: EarlyExit, block: int, blocks: int, width: int) -> None:
+        """Takes what the options say.
+
+        Args:
+            block: The exit stands after this block.
+            blocks: Number of blocks of the model.
+            width: Last dimension of the states.
+        """
+        self.compares = options.compares
         self.threshold, self.decays = options.threshold_of_policy, options.policy == "calm"
-        weights, place = options.loss_weights(m.blocks), options.exits_of(m.blocks).index(block)
+        weights, place = options.loss_weights(blocks), options.exits_of(blocks).index(block)
         # The weights of this exit's loss, of later exits and the head, and of all.
         self.weight, self.later = weights[place], sum(weights[place + 1 :])
         self.total = sum(weights)
         self.exits, self.seen = False, (0, 0)
-        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
-        self.logits = nn.Linear(m.hidden, m.vocab, bias=False)
-        nn.init.normal_(self.logits.weight, std=m.init_std)
         if self.compares == "classifier":
-            self.classifier = nn.Linear(m.hidden, 1)
-            nn.init.normal_(self.classifier.weight, std=m.init_std)
+            self.classifier = nn.Linear(width, 1)
+
+    def start_classifier(self, std: float) -> None:
+        if self.compares == "classifier":
+            nn.init.normal_(self.classifier.weight, std=std)
             nn.init.zeros_(self.classifier.bias)
 
-    def forward(self, *tensors: Tensor) -> Tensors:
-        """Takes a `TokenState` and, for confidence "state", the states before the block."""
-        state = TokenState(*tensors[:6])
-        before = tensors[6] if len(tensors) > 6 else None
-        return tuple((self._train if self.training else self._evaluate)(state, before))
+    @property
+    def needs_logits(self) -> bool:
+        return self.compares in ("softmax", "top-1")
 
-    def _train(self, state: TokenState, before: Tensor | None) -> TokenState:
-        """Adds the loss of this exit for all tokens that came, and lets tokens go."""
-        x, own_targets = state.x, state.targets[state.places]
-        logits = self.logits(self.norm(x)).float()
-        each = functional.cross_entropy(logits, own_targets, reduction="none")
-        own = self.weight * each.sum()
-        if self.compares == "classifier":
-            x = add_loss(x, self._classifier_loss(x, logits, own_targets), self.tape)
-            state = state._replace(x=x)
-        if self.exits:
-            leaves = self._leaves(x, logits, before, state.places)
-            own = own + self.later * torch.where(leaves, each, 0).sum()
-            state = state.split(leaves)
-            exited = len(leaves) - len(state.places)
-            self.seen = self.seen[0] + len(state.targets), self.seen[1] + exited
-        return state._replace(loss=state.loss + own / (self.total * len(state.targets)))
-
-    def _evaluate(self, state: TokenState, before: Tensor | None) -> TokenState:
-        """Adds the loss of the tokens that exit. Without exits the head alone predicts."""
-        if not self.exits:
-            return state
-        x, places = state.x, state.places
-        needs_all = self.compares in ("softmax", "top-1")
-        logits = self.logits(self.norm(x)).float() if needs_all else None
-        leaves = self._leaves(x, logits, before, places)
-        gone = leaves.nonzero().squeeze(1)
-        logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
-        own = functional.cross_entropy(logits, state.targets[places[gone]], reduction="sum")
-        loss = state.loss + own / len(state.targets)
-        return state.split(leaves)._replace(loss=loss)
-
-    def _leaves(
-        self, x: Tensor, logits: Tensor | None, before: Tensor | None, places: Tensor
+    def leaves(
+        self, x: Tensor, logits: Tensor | None, before: Tensor | None, places: Tensor, sequence: int
     ) -> Tensor:
+        """Returns which of the states leave, bool [tokens].
+
+        Args:
+            x: States [tokens, hidden].
+            logits: Their predictions, if these decide.
+            before: The states before the block, if these decide.
+            places: Places of the states in the microbatch.
+            sequence: Tokens of a row.
+        """
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
-            return confidence > self.thresholds(places)
+            return confidence > self.thresholds(places, sequence)
 
-    def thresholds(self, places: Tensor) -> Tensor:
+    def thresholds(self, places: Tensor, sequence: int) -> Tensor:
         """Returns the confidence over which the tokens at some places exit."""
         if not self.decays:
             return torch.full(places.shape, self.threshold, device=places.device)
-        time = (places % self.sequence).float() / self.sequence
+        time = (places % sequence).float() / sequence
         return (self.threshold * (0.9 + 0.1 * torch.exp(-_STEEPNESS * time))).clamp(0, 1)
 
     def _confidence(self, x: Tensor, logits: Tensor | None, before: Tensor | None) -> Tensor:
@@ -217,13 +194,74 @@ class ExitHead(nn.Module):
         first, second = logits.topk(2, dim=-1).values.unbind(-1)
         return torch.exp(first - whole) - torch.exp(second - whole)
 
-    def _classifier_loss(self, x: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-        """Teaches the classifier, and nothing else, whether this exit is right."""
+    def teach(self, stream: Tensor, x: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Teaches the classifier, and nothing else, whether this exit is right.
+
+        Returns:
+            The stream, whose backward pass has the classifier's too.
+        """
+        if self.compares != "classifier":
+            return stream
         right = (logits.detach().argmax(-1) == targets).float()
         guesses = self.classifier(x.detach()).float().squeeze(-1)
-        return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(
-            1, len(targets)
+        loss = functional.binary_cross_entropy_with_logits(
+            guesses, right, weight=(targets != -100).float(), reduction="sum"
         )
+        return add_loss(stream, loss / max(1, len(targets)), self.tape)
+
+
+class ExitHead(Leaving):
+    """Predicts, and lets the tokens go whose confidence is over the threshold.
+
+    Args:
+        m: Sizes of the model.
+        options: Say when a token exits.
+        block: The exit stands after this block.
+    """
+
+    def __init__(self, m: ModelOptions, options: EarlyExit, block: int) -> None:
+        super().__init__()
+        self.sequence = m.sequence
+        self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
+        self.logits = nn.Linear(m.hidden, m.vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=m.init_std)
+        self.decide_by(options, block, m.blocks, m.hidden)
+        self.start_classifier(m.init_std)
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        """Takes a `TokenState` and, for confidence "state", the states before the block."""
+        state = TokenState(*tensors[:6])
+        before = tensors[6] if len(tensors) > 6 else None
+        return tuple((self._train if self.training else self._evaluate)(state, before))
+
+    def _train(self, state: TokenState, before: Tensor | None) -> TokenState:
+        """Adds the loss of this exit for all tokens that came, and lets tokens go."""
+        x, own_targets = state.x, state.targets[state.places]
+        logits = self.logits(self.norm(x)).float()
+        each = functional.cross_entropy(logits, own_targets, reduction="none")
+        own = self.weight * each.sum()
+        x = self.teach(x, x, logits, own_targets)
+        state = state._replace(x=x)
+        if self.exits:
+            leaves = self.leaves(x, logits, before, state.places, self.sequence)
+            own = own + self.later * torch.where(leaves, each, 0).sum()
+            state = state.split(leaves)
+            exited = len(leaves) - len(state.places)
+            self.seen = self.seen[0] + len(state.targets), self.seen[1] + exited
+        return state._replace(loss=state.loss + own / (self.total * len(state.targets)))
+
+    def _evaluate(self, state: TokenState, before: Tensor | None) -> TokenState:
+        """Adds the loss of the tokens that exit. Without exits the head alone predicts."""
+        if not self.exits:
+            return state
+        x, places = state.x, state.places
+        logits = self.logits(self.norm(x)).float() if self.needs_logits else None
+        leaves = self.leaves(x, logits, before, places, self.sequence)
+        gone = leaves.nonzero().squeeze(1)
+        logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
+        own = functional.cross_entropy(logits, state.targets[places[gone]], reduction="sum")
+        loss = state.loss + own / len(state.targets)
+        return state.split(leaves)._replace(loss=loss)
 
 
 class FinalHead(gpt.Head):

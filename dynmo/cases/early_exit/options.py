@@ -18,7 +18,6 @@ class EarlyExit(CaseOptions):
     name: ClassVar[str] = "early_exit"
     turn: ClassVar[int] = 3
     changes: ClassVar[str] = "attention"
-    only_gpt: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = True
 
     policy: Literal["calm", "adp-c"] = "calm"
@@ -63,6 +62,9 @@ class EarlyExit(CaseOptions):
 
     def gpt_layers(self, layers: Any) -> Any:
         return import_module(".layers", __package__).gpt_layers(self, layers)
+
+    def hugging_face_layers(self, kinds: Any) -> Any:
+        return import_module(".hugging_face", __package__).layers_of(self, kinds)
 
     def layers_added(self, model: ModelOptions) -> int:
         return len(self.exits_of(model.blocks))

@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from dynmo.models.huggingface.stubs import (
     retensored,
     units_of,
 )
+from dynmo.models.loss import Loss
 from dynmo.models.model import check_layers
 from dynmo.models.tied import Pair
 
@@ -62,16 +63,59 @@ class LayerSpec:
         block: Index of the block. None for embedding and head.
         halves: How the block is cut. None leaves it whole.
         half: 0 for attention, 1 for the feed-forward.
+        behind: Index of the block behind which it is a further head. None: it is none.
     """
 
     name: str
     block: int | None = None
     halves: BlockHalves | None = None
     half: int = 0
+    behind: int | None = None
 
 
-def layer_specs(halves: Sequence[BlockHalves | None]) -> list[LayerSpec]:
-    """Returns the layers of a model whose blocks are cut like this. None leaves one whole."""
+@dataclass(frozen=True)
+class LayerKinds:
+    """What makes the layers of a transformers model. `dataclasses.replace` gives a case its own.
+
+    Attributes:
+        blocks: Number of blocks.
+        width: Last dimension of the hidden states.
+        std: Standard deviation of weights that are drawn.
+        heads: Makes a layer of a further head, by the block behind which it stands. The head has
+            the weights of the last layer.
+        whole: Blocks that are not cut into halves.
+        loss: Takes the loss of the logits, and of the routers. Returns that of what the last layer
+            returns. None: the last layer returns what it does without cases.
+        takes_labels: Whether the first layer takes the labels of the batch, too.
+    """
+
+    blocks: int
+    width: int
+    std: float
+    embedding: Callable[[SharedModel, Mapping[str, nn.Module], str], EmbeddingLayer] = (
+        EmbeddingLayer
+    )
+    block: Callable[[SharedModel, LayerSpec, nn.Module], BlockLayer] = (
+        lambda shared_model, spec, block: BlockLayer(shared_model, spec.block or 0, block)
+    )
+    head: Callable[[SharedModel, Mapping[str, nn.Module], str], HeadLayer] = HeadLayer
+    heads: Mapping[int, Callable[[HeadLayer], HuggingFaceLayer]] = field(
+        default_factory=dict[int, Callable[[HeadLayer], HuggingFaceLayer]]
+    )
+    whole: frozenset[int] = frozenset()
+    loss: Callable[[Loss, RouterLoss | None], Loss] | None = None
+    takes_labels: bool = False
+
+
+def layer_specs(
+    halves: Sequence[BlockHalves | None], heads: Collection[int] = ()
+) -> list[LayerSpec]:
+    """Returns the layers of a model whose blocks are cut like this.
+
+    Args:
+        halves: How each block is cut. None leaves one whole.
+        heads: Blocks behind which a further head stands.
+    """
     between = list[LayerSpec]()
     for index, each in enumerate(halves):
         if each is None:
@@ -79,6 +123,8 @@ def layer_specs(halves: Sequence[BlockHalves | None]) -> list[LayerSpec]:
         else:
             between.append(LayerSpec(f"blocks.{index}.attention", index, each))
             between.append(LayerSpec(f"blocks.{index}.feed-forward", index, each, 1))
+        if index in heads:
+            between.append(LayerSpec(f"blocks.{index}.exit", behind=index))
     return [LayerSpec("embedding"), *between, LayerSpec("head")]
 
 
@@ -110,7 +156,10 @@ def frozen_layers(
         if not 0 <= train_last <= blocks:
             raise ConfigError(f"train_last = {train_last}, but the model has {blocks} blocks")
         wanted |= {specs[0].name, *range(blocks - train_last)}
-    return frozenset(at for at, spec in enumerate(specs) if {spec.name, spec.block} & wanted)
+    # Further heads have the weights of the last one.
+    names_of = [(spec if spec.behind is None else specs[-1]).name for spec in specs]
+    pairs = zip(specs, names_of, strict=True)
+    return frozenset(at for at, (spec, name) in enumerate(pairs) if {name, spec.block} & wanted)
 
 
 @dataclass
@@ -125,6 +174,7 @@ class Builder:
         frozen: Indices of the layers that do not train.
         float32_adapters: Whether adapters stay in float32 in any precision.
         base_folder: Folder of the frozen weights that checkpoints leave out.
+        kinds: What makes layers. None: there are no cases.
     """
 
     structure: ModelStructure
@@ -135,9 +185,13 @@ class Builder:
     frozen: Collection[int] = ()
     float32_adapters: bool = False
     base_folder: str | None = None
+    kinds: LayerKinds | None = None
 
     def build(self, owned: Collection[int]) -> list[nn.Module]:
         """Returns all layers. Those that are not owned are on the meta device."""
+        return [*self._build(owned)]
+
+    def _build(self, owned: Collection[int]) -> list[HuggingFaceLayer]:
         # A dry run builds layers with another default device.
         with generators_kept(torch.device("cpu")), torch.device("cpu"):
             shared_model = SharedModel(self.structure, self._weightless(), self.router, self.types)
@@ -151,22 +205,24 @@ class Builder:
             told = time.monotonic()
             for number, index in enumerate(sorted(owned), 1):
                 retensored(layers[index], marked)
-                self.fill(index, layers[index])
+                self.fill(self._number(index), layers[index].of_folder)
+                layers[index].start_own()
                 _check_values(layers[index])
                 if time.monotonic() - told >= _EVERY:
                     told = time.monotonic()
                     _logger.info(f"read {number} of this rank's {len(owned)} layers")
             self._check_cuts(layers, owned)
-        modules: list[nn.Module] = [*layers]
-        check_layers("dynmo.huggingface", modules)
-        return modules
+        check_layers("dynmo.huggingface", [*layers])
+        return layers
 
     def tied(self) -> tuple[Pair, ...]:
         """Returns the weights that two layers share, or that a layer has under two names."""
         model = self.structure.model
+        layers = self._build(())
         homes = {
             name: index
-            for index, layer in enumerate(self.build(()))
+            for index, layer in enumerate(layers)
+            if self.specs[index].behind is None
             for name, _ in layer.named_parameters()
         }
         uses = dict[int, list[str]]()
@@ -179,7 +235,21 @@ class Builder:
         for names in uses.values():
             owner, *others = sorted(names, key=lambda name: base_name(name) in users)
             pairs += [((homes[owner], owner), (homes[name], name)) for name in others]
+        owners = {user: owner for owner, user in pairs}
+        for index, layer in enumerate(layers):
+            if self.specs[index].behind is not None:
+                names = {id(p): name for name, p in layer.of_folder.named_parameters()}
+                for name, parameter in layer.named_parameters():
+                    if id(parameter) in names:
+                        last = len(layers) - 1, names[id(parameter)]
+                        pairs.append((owners.get(last, last), (index, name)))
         return tuple(pairs)
+
+    def _number(self, index: int) -> int:
+        """Returns the number of a layer in a model without further heads."""
+        specs = [spec for spec in self.specs if spec.behind is None]
+        spec = self.specs[index]
+        return specs.index(spec) if spec.behind is None else len(specs) - 1
 
     def _check_cuts(self, layers: Sequence[HuggingFaceLayer], owned: Collection[int]) -> None:
         """Compares one block of each kind with its halves, if this rank holds both.
@@ -221,11 +291,12 @@ class Builder:
 
     def _layer(self, shared_model: SharedModel, spec: LayerSpec) -> HuggingFaceLayer:
         structure = self.structure
+        kinds = self.kinds or LayerKinds(structure.count, structure.hidden.shape[-1], 0.0)
         if spec.block is not None:
             block = _copied(structure.block(spec.block))
             if spec.halves is not None:
                 block = half_of(block, spec.halves, spec.half)
-            return BlockLayer(shared_model, spec.block, block)
+            return kinds.block(shared_model, spec, block)
         is_first = spec.name == "embedding"
         units = {
             path: structure.model.get_submodule(path)
@@ -233,8 +304,10 @@ class Builder:
         }
         owned = {path: _copied(module) for path, module in units.items() if _is_owned(module)}
         if is_first:
-            return EmbeddingLayer(shared_model, owned, structure.base)
-        return HeadLayer(shared_model, owned, "")
+            return kinds.embedding(shared_model, owned, structure.base)
+        if spec.behind is not None:
+            return kinds.heads[spec.behind](HeadLayer(shared_model, owned, ""))
+        return kinds.head(shared_model, owned, "")
 
 
 def _is_owned(module: nn.Module) -> bool:

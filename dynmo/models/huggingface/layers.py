@@ -231,6 +231,14 @@ class HuggingFaceLayer(nn.Module):
     def shared_model(self) -> SharedModel:
         return self._shared_model.value
 
+    @property
+    def of_folder(self) -> nn.Module:
+        """The part whose names and values are those of the model's folder."""
+        return self
+
+    def start_own(self) -> None:
+        """Draws the values of what the model of the folder lacks."""
+
     def types_in(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the types of parameters and buffers in a precision, by name.
 
@@ -329,17 +337,21 @@ class HeadLayer(OuterLayer):
     It returns logits, and the loss of the routers if there is one.
     """
 
-    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        mask, positions = unpacked(carried)
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Any:
+        logits = self.logits(hidden, *unpacked(carried))
+        router, (_, sums) = self.shared_model.router, without_sums(carried)
+        return logits if router is None else (logits, router.loss(*sums))
+
+    def logits(
+        self, hidden: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         self._recorders.value[-1].given = hidden
         try:
             embedded = self.shared_model.embedded(hidden, precision_of(self, hidden))
-            out = self.run_model(mask, positions, inputs_embeds=embedded)
+            return self.run_model(mask, positions, inputs_embeds=embedded).logits
         finally:
             self._recorders.value[-1].given = None
             self._forget()
-        router, (_, sums) = self.shared_model.router, without_sums(carried)
-        return out.logits if router is None else (out.logits, router.loss(*sums))
 
     def inputs_of_a_piece(self, carried: Carried) -> Carried:
         """Returns what is carried beside the hidden states of some tokens.
@@ -379,8 +391,16 @@ class BlockLayer(HuggingFaceLayer):
 
     def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
         mask, positions = unpacked(carried)
-        args, kwargs = self.shared_model.arguments(self.index, hidden, mask, positions, self)
-        router, block = self.shared_model.router, self.block
+        return self.run(hidden, carried, self.arguments(hidden, mask, positions), mask)
+
+    def arguments(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Arguments:
+        return self.shared_model.arguments(self.index, hidden, mask, positions, self)
+
+    def run(
+        self, hidden: Tensor, carried: Carried, arguments: Arguments, mask: Tensor | None
+    ) -> Carried:
+        """Runs the block. The mask tells which tokens count for the loss of the routers."""
+        router, block, (args, kwargs) = self.shared_model.router, self.block, arguments
         with on_shapes(hidden), self._attention():
             if router is None:
                 return (hidden_of(block(hidden, *args, **kwargs)), *carried)

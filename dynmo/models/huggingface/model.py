@@ -29,7 +29,13 @@ from dynmo.counterparts import counterpart
 from dynmo.errors import ConfigError, first_line, not_installed
 from dynmo.kernels.seeds import Purpose, mix
 from dynmo.kernels.torch_private import unset_fake_temporarily
-from dynmo.models.huggingface.build import Builder, Freeze, frozen_layers, layer_specs
+from dynmo.models.huggingface.build import (
+    Builder,
+    Freeze,
+    LayerKinds,
+    frozen_layers,
+    layer_specs,
+)
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.layers import TypesAt
 from dynmo.models.huggingface.load import Weights, has_weights, weights_of
@@ -41,7 +47,7 @@ from dynmo.models.huggingface.probe import (
     find_blocks,
     structure_of,
 )
-from dynmo.models.huggingface.router import router_loss_of
+from dynmo.models.huggingface.router import RouterLoss, router_loss_of
 from dynmo.models.huggingface.rows import check_rows
 from dynmo.models.loss import Loss, causal_lm_loss, count_labels, is_sum
 from dynmo.models.model import Model, check_loss
@@ -110,6 +116,7 @@ def from_pretrained(  # noqa: PLR0913
     seed: int = 0,
     trust_remote_code: bool = False,
     loss: Loss = causal_lm_loss,
+    cases: Iterable[Any] = (),
     **config_values: Any,
 ) -> HuggingFaceModel:
     """Makes a model for `dynmo.Pipeline` of a causal language model of transformers.
@@ -135,6 +142,7 @@ def from_pretrained(  # noqa: PLR0913
         loss: Takes logits [rows, tokens, vocabulary] and labels [rows, tokens], and returns the
             mean over the labels from the second on that are not -100. A loss with
             `reduction="sum"`, an argument or an attribute as in torch, is added up instead.
+        cases: Options of the dynamic cases of the run. Some need other layers.
         config_values: Values that replace those of the config, such as
             `output_router_logits=True`, which adds the loss of the routers.
 
@@ -151,8 +159,6 @@ def from_pretrained(  # noqa: PLR0913
     else:
         folder, config = Path(source), read_config(Path(source), trust_remote_code)
     _replace(config, config_values)
-    if cut not in ("auto", "blocks"):
-        raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
     where = folder or type(config).__name__
     made_in = partial(meta_model, where, config, trust_remote_code)
     model = made_in()
@@ -177,11 +183,10 @@ def from_pretrained(  # noqa: PLR0913
         # dynmo sums it over the layers. The model's own forward need not.
         model.config.get_text_config().output_router_logits = False
     structure = _structure(model)
-    halves = [
-        halves_of(structure, index) if cut == "auto" else "cut is 'blocks'"
-        for index in range(structure.count)
-    ]
-    specs = layer_specs([each if isinstance(each, BlockHalves) else None for each in halves])
+    kinds = _kinds_of(structure, config, cases)
+    halves = _halves(structure, cut, kinds)
+    cuts = [each if isinstance(each, BlockHalves) else None for each in halves]
+    specs = layer_specs(cuts, kinds.heads)
 
     def fill(index: int, layer: nn.Module) -> None:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -193,11 +198,8 @@ def from_pretrained(  # noqa: PLR0913
             adapters.fill(layer)
 
     is_own = loss is not causal_lm_loss
-    if is_own and router is not None and is_sum(loss):
-        raise ConfigError(
-            "the loss is a sum, and the model adds the mean loss of its routers; let the loss "
-            "return a mean, or set output_router_logits=False"
-        )
+    if is_own:
+        _check_own_loss(loss, router, kinds)
     check_loss("from_pretrained", loss, ())
     builder = Builder(
         structure,
@@ -210,6 +212,7 @@ def from_pretrained(  # noqa: PLR0913
         None
         if folder is None or (lora is None if saves_base is None else saves_base)
         else str(folder),
+        kinds,
     )
     if not any(p.requires_grad for layer in builder.build(()) for p in layer.parameters()):
         raise ConfigError("nothing is left to train; freeze less")
@@ -217,14 +220,19 @@ def from_pretrained(  # noqa: PLR0913
     return HuggingFaceModel(
         names=tuple(spec.name for spec in specs),
         build=builder.build,
-        loss=loss if router is None else partial(router.whole, loss=loss),
+        loss=kinds.loss(loss, router)
+        if kinds.loss is not None
+        else loss
+        if router is None
+        else partial(router.whole, loss=loss),
         router_loss=None if router is None else router.part,
-        piece_loss=None if router is None or is_own else router.of_pieces,
+        piece_loss=None if router is None or is_own or kinds.loss else router.of_pieces,
         tied=builder.tied(),
         code=(type(model).__module__,),
         options=ModelOptions(
             kind="hf", path=str(folder or ""), vocab=text.vocab_size, sequence=sequence
         ),
+        takes_targets=kinds.takes_labels,
         inputs=INPUTS,
         gaps=True,
         check=partial(check_rows, vocab=text.vocab_size),
@@ -241,8 +249,50 @@ def from_pretrained(  # noqa: PLR0913
     )
 
 
+def _halves(structure: ModelStructure, cut: BlockCut, kinds: LayerKinds) -> list[BlockHalves | str]:
+    """Returns how each block is cut, or why it stays whole."""
+    if cut not in ("auto", "blocks"):
+        raise ConfigError(f'cut = {cut!r}; use "auto" or "blocks"')
+    if cut == "blocks":
+        return ["cut is 'blocks'"] * structure.count
+    return [
+        "a case takes it whole" if index in kinds.whole else halves_of(structure, index)
+        for index in range(structure.count)
+    ]
+
+
+def _check_own_loss(loss: Loss, router: RouterLoss | None, kinds: LayerKinds) -> None:
+    if router is not None and is_sum(loss):
+        raise ConfigError(
+            "the loss is a sum, and the model adds the mean loss of its routers; let the loss "
+            "return a mean, or set output_router_logits=False"
+        )
+    if kinds.loss is not None:
+        raise ConfigError(
+            "a case adds up the losses of several heads, and knows only the usual loss of each; "
+            "leave out the loss, or the case"
+        )
+
+
+def _kinds_of(
+    structure: ModelStructure, config: PreTrainedConfig, cases: Iterable[Any]
+) -> LayerKinds:
+    """Returns what makes the layers, as the options of cases change it in their turns."""
+    std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    kinds = LayerKinds(structure.count, structure.hidden.shape[-1], std)
+    changing = [case for case in cases if hasattr(case, "hugging_face_layers")]
+    for case in sorted(changing, key=lambda case: case.turn):
+        kinds: LayerKinds = case.hugging_face_layers(kinds)
+    return kinds
+
+
 def make(
-    options: ModelOptions, seed: int, loss: Loss | None = None, *, only_shapes: bool = False
+    options: ModelOptions,
+    seed: int,
+    loss: Loss | None = None,
+    cases: Iterable[Any] = (),
+    *,
+    only_shapes: bool = False,
 ) -> HuggingFaceModel:
     """Makes the model that a configuration file names.
 
@@ -250,6 +300,7 @@ def make(
         options: The section `model` of the file.
         seed: Seed of weights that are drawn, and of adapters.
         loss: As `from_pretrained` takes it.
+        cases: As `from_pretrained` takes them.
         only_shapes: Whether a folder with a config alone is enough.
     """
     if not options.path:
@@ -272,6 +323,7 @@ def make(
             seed=seed,
             trust_remote_code=options.trust_remote_code,
             loss=loss or causal_lm_loss,
+            cases=cases,
         )
     except ConfigError as error:  # of an argument in Python, where the file has a key
         name, colon, rest = str(error).partition(":")

@@ -301,11 +301,11 @@ def test_disabled_exits_only_add_their_losses(kind: str, training: bool) -> None
 def test_threshold_decays_along_a_row(top: float, sequence: int, rows: int) -> None:
     places = torch.arange(rows * sequence)
     model = ModelOptions(blocks=3, hidden=8, sequence=sequence)
-    falling = ExitHead(model, EarlyExit(threshold=top), 0).thresholds(places)
+    falling = ExitHead(model, EarlyExit(threshold=top), 0).thresholds(places, sequence)
     row = [0.9 * top + 0.1 * top * math.exp(-4 * t / sequence) for t in range(sequence)]
     expected = torch.tensor(row * rows, dtype=torch.float64)
     torch.testing.assert_close(falling.double(), expected, rtol=1e-5, atol=1e-7)
-    same = ExitHead(model, EarlyExit(policy="adp-c", threshold=top), 0).thresholds(places)
+    same = ExitHead(model, EarlyExit(policy="adp-c", threshold=top), 0).thresholds(places, sequence)
     assert torch.equal(same, torch.full((rows * sequence,), top))
 
 

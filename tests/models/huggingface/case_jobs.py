@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import dynmo
+from dynmo.huggingface import from_pretrained
 from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.small import make_batch
-from tests.models.huggingface.tiny import model_of
+from tests.models.huggingface.tiny import config as tiny
 from tests.pool import Pool
 
 SHAPES = ("llama", "qwen3", "mixtral")
@@ -39,7 +40,7 @@ def train(  # noqa: PLR0913
         pipeline: Options of the pipeline.
     """
     cases = [getattr(dynmo, case)(**(options or {}))] if case else []
-    model = model_of(shape, **(config or {}))
+    model = from_pretrained(tiny(shape, **(config or {})), cases=cases)
     given: dict[str, Any] = {"microbatches": 4, "cases": cases, "steps": STEPS, **(pipeline or {})}
     trained = dynmo.Pipeline(model, world, **grouped(given))
     losses, first = list[float](), trained.load(load) if load else 0
