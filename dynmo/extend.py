@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from dynmo.kernels.split import add_loss as add_loss
     from dynmo.models import gpt as gpt
     from dynmo.models.group_placement import GroupPlacement as GroupPlacement
-    from dynmo.models.huggingface import layers as hugging_face  # noqa: F401
-    from dynmo.models.huggingface.build import LayerKinds as LayerKinds
-    from dynmo.models.huggingface.build import LayerSpec as LayerSpec
-    from dynmo.models.huggingface.router import RouterLoss as RouterLoss
-    from dynmo.models.loss import Loss as Loss
-    from dynmo.models.loss import next_labels as next_labels
+    from dynmo.models.huggingface import kinds as hugging_face  # noqa: F401
     from dynmo.options import Bytes as Bytes
     from dynmo.options import Count as Count
     from dynmo.options import Listed as Listed
@@ -52,12 +47,8 @@ _HOMES = {
     "FrozenPrefix": "dynmo.runtime.layer.stage",
     "GroupPlacement": "dynmo.models.group_placement",
     "GroupedLinear": "dynmo.kernels.grouped_linear",
-    "LayerKinds": "dynmo.models.huggingface.build",
-    "LayerSpec": "dynmo.models.huggingface.build",
     "Listed": "dynmo.options",
-    "Loss": "dynmo.models.loss",
     "PackedWeight": "dynmo.kernels.packed_weight",
-    "RouterLoss": "dynmo.models.huggingface.router",
     "RunFacts": "dynmo.pipeline.case_options",
     "SplitLinear": "dynmo.kernels.split",
     "TokenShares": "dynmo.pipeline.case",
@@ -68,10 +59,9 @@ _HOMES = {
     "evaluate": "dynmo.plan.evaluate",
     "exchange_rows": "dynmo.kernels.grouped_linear",
     "gpt": "dynmo.models.gpt",
-    "hugging_face": "dynmo.models.huggingface.layers",
+    "hugging_face": "dynmo.models.huggingface.kinds",
     "jit": "dynmo.jit",
     "layers_that": "dynmo.pipeline.case",
-    "next_labels": "dynmo.models.loss",
     "seed_forward": "dynmo.kernels.seeds",
     "tiled": "dynmo.kernels.tiled",
 }

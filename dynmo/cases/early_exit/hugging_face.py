@@ -24,17 +24,9 @@ from torch.nn import functional
 
 from dynmo.cases.early_exit.layers import Leaving
 from dynmo.cases.early_exit.options import EarlyExit
-from dynmo.extend import (
-    ConfigError,
-    LayerKinds,
-    LayerSpec,
-    Loss,
-    RouterLoss,
-    hugging_face,
-    next_labels,
-)
+from dynmo.extend import ConfigError, hugging_face
 
-Carried = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class State(NamedTuple):
@@ -51,12 +43,12 @@ class State(NamedTuple):
     loss: Tensor
 
 
-def has_state(carried: Carried) -> bool:
+def has_state(carried: Tensors) -> bool:
     """Whether there is a `State`. A check of single layers gives none."""
     return bool(carried) and not carried[-1].dim()
 
 
-def taken_apart(carried: Carried) -> tuple[Carried, Tensor | None, State]:
+def taken_apart(carried: Tensors) -> tuple[Tensors, Tensor | None, State]:
     """Returns what a model hands on, the states before the last block if they are kept, the rest.
 
     These states are [all tokens, hidden].
@@ -75,14 +67,14 @@ class ExitEmbedding(hugging_face.EmbeddingLayer):
         pair: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Carried:
+    ) -> Tensors:
         if pair.dim() == 2:  # a check of single layers
             return super().forward(pair, attention_mask, position_ids)
         ids, labels = pair.unbind(1)
         carried = super().forward(ids, attention_mask, position_ids)
         places = torch.arange(ids.numel(), device=ids.device)
         loss = torch.zeros((), device=ids.device)
-        return *carried, *State(places, next_labels(labels).flatten(), loss)
+        return *carried, *State(places, hugging_face.next_labels(labels).flatten(), loss)
 
 
 class ExitBlock(hugging_face.BlockLayer):
@@ -95,7 +87,7 @@ class ExitBlock(hugging_face.BlockLayer):
     def __init__(
         self,
         shared_model: hugging_face.SharedModel,
-        spec: LayerSpec,
+        spec: hugging_face.LayerSpec,
         block: nn.Module,
         keeps: bool = False,
     ) -> None:
@@ -107,7 +99,7 @@ class ExitBlock(hugging_face.BlockLayer):
             spec.halves is not None and attends and not hasattr(self, "attention_function")
         )
 
-    def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensors:
         if not has_state(carried):
             return super().forward(hidden, *carried)
         base, before, state = taken_apart(carried)
@@ -140,7 +132,7 @@ class ExitLayer(hugging_face.HuggingFaceLayer, Leaving):
         self,
         options: EarlyExit,
         block: int,
-        kinds: LayerKinds,
+        kinds: hugging_face.LayerKinds,
         head: hugging_face.HeadLayer,
     ) -> None:
         super().__init__(head.shared_model)
@@ -163,7 +155,7 @@ class ExitLayer(hugging_face.HuggingFaceLayer, Leaving):
         types = self.of_folder.types_in(dtype)
         return {f"exit_heads.{key}.{name}": each for name, each in types.items()}
 
-    def forward(self, hidden: Tensor, *carried: Tensor) -> Carried:
+    def forward(self, hidden: Tensor, *carried: Tensor) -> Tensors:
         if not has_state(carried):
             return hidden, *carried
         base, before, state = taken_apart(carried)
@@ -235,8 +227,8 @@ class ExitLoss:
         share: Weight of the last head, over that of all heads.
     """
 
-    loss: Loss
-    router: RouterLoss | None
+    loss: hugging_face.Loss
+    router: hugging_face.RouterLoss | None
     share: float
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
@@ -245,7 +237,7 @@ class ExitLoss:
             logits = output if self.router is None else output[0]
             return self.loss(logits, labels) + of_router
         logits, places, exits = output[0], output[-2], output[-1]
-        targets = next_labels(labels).flatten()
+        targets = hugging_face.next_labels(labels).flatten()
         count = (targets != -100).sum().clamp_min(1)
         each = functional.cross_entropy(
             logits.float(), targets.index_select(0, places), reduction="sum", ignore_index=-100
@@ -253,7 +245,7 @@ class ExitLoss:
         return exits + each * (self.share / count) + of_router
 
 
-def layers_of(options: EarlyExit, kinds: LayerKinds) -> LayerKinds:
+def layers_of(options: EarlyExit, kinds: hugging_face.LayerKinds) -> hugging_face.LayerKinds:
     """Returns what makes the layers of a model of transformers whose tokens exit."""
     exits, weights = options.exits_of(kinds.blocks), options.loss_weights(kinds.blocks)
     wrong = next((each for each in exits if each >= kinds.blocks - 1), None)
@@ -263,7 +255,9 @@ def layers_of(options: EarlyExit, kinds: LayerKinds) -> LayerKinds:
             "ascending; behind the last block is the head"
         )
 
-    def block(shared_model: hugging_face.SharedModel, spec: LayerSpec, own: nn.Module) -> ExitBlock:
+    def block(
+        shared_model: hugging_face.SharedModel, spec: hugging_face.LayerSpec, own: nn.Module
+    ) -> ExitBlock:
         keeps = options.compares == "state" and spec.block in exits
         return ExitBlock(shared_model, spec, own, keeps)
 

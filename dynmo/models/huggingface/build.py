@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,9 +19,9 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.halves import BlockHalves, half_of, keeps_numbers
+from dynmo.models.huggingface.kinds import LayerKinds, LayerSpec
 from dynmo.models.huggingface.layers import (
     BlockLayer,
-    EmbeddingLayer,
     HeadLayer,
     HuggingFaceLayer,
     SharedModel,
@@ -38,7 +38,6 @@ from dynmo.models.huggingface.stubs import (
     retensored,
     units_of,
 )
-from dynmo.models.loss import Loss
 from dynmo.models.model import check_layers
 from dynmo.models.tied import Pair
 
@@ -52,59 +51,6 @@ Fill = Callable[[int, nn.Module], None]
 
 Freeze = int | str | range
 """The index of a block, several of them, or the name of a layer."""
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What a layer of dynmo has of a transformers model.
-
-    Attributes:
-        name: Name of the layer.
-        block: Index of the block. None for embedding and head.
-        halves: How the block is cut. None leaves it whole.
-        half: 0 for attention, 1 for the feed-forward.
-        behind: Index of the block behind which it is a further head. None: it is none.
-    """
-
-    name: str
-    block: int | None = None
-    halves: BlockHalves | None = None
-    half: int = 0
-    behind: int | None = None
-
-
-@dataclass(frozen=True)
-class LayerKinds:
-    """What makes the layers of a transformers model. `dataclasses.replace` gives a case its own.
-
-    Attributes:
-        blocks: Number of blocks.
-        width: Last dimension of the hidden states.
-        std: Standard deviation of weights that are drawn.
-        heads: Makes a layer of a further head, by the block behind which it stands. The head has
-            the weights of the last layer.
-        whole: Blocks that are not cut into halves.
-        loss: Takes the loss of the logits, and of the routers. Returns that of what the last layer
-            returns. None: the last layer returns what it does without cases.
-        takes_labels: Whether the first layer takes the labels of the batch, too.
-    """
-
-    blocks: int
-    width: int
-    std: float
-    embedding: Callable[[SharedModel, Mapping[str, nn.Module], str], EmbeddingLayer] = (
-        EmbeddingLayer
-    )
-    block: Callable[[SharedModel, LayerSpec, nn.Module], BlockLayer] = (
-        lambda shared_model, spec, block: BlockLayer(shared_model, spec.block or 0, block)
-    )
-    head: Callable[[SharedModel, Mapping[str, nn.Module], str], HeadLayer] = HeadLayer
-    heads: Mapping[int, Callable[[HeadLayer], HuggingFaceLayer]] = field(
-        default_factory=dict[int, Callable[[HeadLayer], HuggingFaceLayer]]
-    )
-    whole: frozenset[int] = frozenset()
-    loss: Callable[[Loss, RouterLoss | None], Loss] | None = None
-    takes_labels: bool = False
 
 
 def layer_specs(

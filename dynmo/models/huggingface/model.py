@@ -32,11 +32,11 @@ from dynmo.kernels.torch_private import unset_fake_temporarily
 from dynmo.models.huggingface.build import (
     Builder,
     Freeze,
-    LayerKinds,
     frozen_layers,
     layer_specs,
 )
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
+from dynmo.models.huggingface.kinds import LayerKinds
 from dynmo.models.huggingface.layers import TypesAt
 from dynmo.models.huggingface.load import Weights, has_weights, weights_of
 from dynmo.models.huggingface.names import FolderClass, folder_class_of
