@@ -66,6 +66,7 @@ class NewcomerState(BaseModel):
         reference: Seconds that a step took at first. `elastic.repack` compares with it.
         microbatches: Microbatches of a step from now on, over all replicas.
         former: The mesh to which the run goes back after a fault, as the arguments of `NextMesh`.
+        postponed: A planned mesh whose ranks did not come.
         groups: Layers whose weights are spread over replicas: (layer, holders of each group).
     """
 
@@ -82,6 +83,7 @@ class NewcomerState(BaseModel):
     reference: float | None
     microbatches: int
     former: tuple[int, int, tuple[int, ...], int, str] | None = None
+    postponed: tuple[int, int] | None = None
     groups: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:

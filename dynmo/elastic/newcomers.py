@@ -236,10 +236,12 @@ class Newcomers:
 
     def start(self, count: int) -> None:
         """Starts ranks beside the waiting newcomers, unless they are on their way."""
-        if self._manager is None or not self._manager.can_start or count <= self._outstanding:
+        on_their_way = max(0, self._outstanding - self.waiting)
+        if self._manager is None or not self._manager.can_start or count <= on_their_way:
             return
-        self._manager.start(count - self._outstanding)
-        self._outstanding, self._asked, self._missed = count, time.monotonic(), False
+        self._manager.start(count - on_their_way)
+        self._outstanding += count - on_their_way
+        self._asked, self._missed = time.monotonic(), False
 
     def miss(self) -> None:
         """Notes that the run has reported the missing ranks itself."""

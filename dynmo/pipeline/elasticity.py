@@ -64,7 +64,7 @@ class Elasticity:
         rebalancer: Rebalancer,
         identity: Identity,
         reference: float | None = None,
-        former: tuple[int, int, tuple[int, ...], int, str] | None = None,
+        newcomer: NewcomerState | None = None,
     ) -> None:
         self.options, self._pipeline, self._rebalancer = options, pipeline, rebalancer
         self._identity, self.reference = identity, reference
@@ -73,7 +73,7 @@ class Elasticity:
         self._must_decide = False  # rank 0 wants to decide
         self._stops = False  # the training ends, of which a newcomer would not know
         # A planned mesh whose newcomers did not come.
-        self._postponed: tuple[int, int] | None = None
+        self._postponed = None if newcomer is None else newcomer.postponed
         self._wanted_ranks: int | None = None  # number of ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
         self._most_ranks = max(options.world_size, self._everyone.size)
@@ -83,8 +83,8 @@ class Elasticity:
         self._events: list[Event] = []
         # The mesh before a fault, to which the run goes back while it has fewer ranks.
         self._former: NextMesh | None = None
-        if former is not None:
-            ranks, replicas, counts, microbatches, reason = former
+        if newcomer is not None and newcomer.former is not None:
+            ranks, replicas, counts, microbatches, reason = newcomer.former
             self._former = NextMesh(ranks, replicas, Partition(counts), microbatches, reason)
         self._failures = 0  # growths that failed in a row
         # Generation in which ranks have joined last. 0 if none has since the last fault.
@@ -467,6 +467,7 @@ class Elasticity:
             former=None
             if lost is None
             else (*lost.shape, lost.partition.counts, lost.microbatches, lost.reason),
+            postponed=self._postponed,
             groups=tuple((layer, each.holders) for layer, each in sorted(groups.items())),
         )
         ranks = range(size, mesh.ranks)

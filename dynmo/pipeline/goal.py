@@ -31,6 +31,8 @@ class Goal:
         givers: Ranks that have each layer, by the replica whose part it is.
         behind: Lowest number of a call that some rank was in at the fault.
         ahead: Highest one.
+        able: Number of ranks that can make the calls since then again. A newcomer cannot, if it has
+            joined later.
     """
 
     number: int
@@ -38,14 +40,16 @@ class Goal:
     givers: dict[Key, list[int]]
     behind: int
     ahead: int
+    able: int
 
 
-def find_goal(world: RankGroup, copies: Copies, layers: int, current: int) -> Goal:
+def find_goal(world: RankGroup, copies: Copies, layers: int, current: int, first: int) -> Goal:
     """Finds the newest copy that is complete on the ranks that are left. All call it together.
 
     Args:
         layers: Number of the model's layers.
         current: Number of the call that this rank was in.
+        first: Number of the first call that it knows.
 
     Raises:
         Cannot: There is none.
@@ -53,6 +57,7 @@ def find_goal(world: RankGroup, copies: Copies, layers: int, current: int) -> Go
     complete, what = copies.complete(), "the copies that are left"
     mine = {
         "current": current,
+        "first": first,
         "layers": [[n, *key] for n, each in complete.items() for x in each for key in x.layers],
         "states": [n for n, each in complete.items() if any(x.state for x in each)],
     }
@@ -72,7 +77,10 @@ def find_goal(world: RankGroup, copies: Copies, layers: int, current: int) -> Go
         wanted = [(layer, part) for layer in range(layers) for part in parts]
         missing = {layer for layer, part in wanted if (layer, part) not in givers}
         if not missing:
-            return Goal(number, known, givers, min(calls), max(calls))
+            able = [table["first"] <= number for table in tables]
+            if not able[0] or able != sorted(able, reverse=True):
+                raise Cannot("the ranks that are left have joined after the copies were made")
+            return Goal(number, known, givers, min(calls), max(calls), sum(able))
         lacking.append(sorted(missing))
     which = ", ".join(map(str, min(lacking, key=len, default=())))
     raise Cannot(

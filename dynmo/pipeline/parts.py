@@ -60,6 +60,7 @@ from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import validate
 
 if TYPE_CHECKING:
+    from dynmo.elastic.newcomer import NewcomerState
     from dynmo.pipeline.dry_run import RunPlan
     from dynmo.pipeline.trace import Tracer
 
@@ -302,7 +303,7 @@ class Parts:
         if self.options.learning_rate is None:
             self.optimizer.restore(state["groups"])
         self.outside = None
-        self._watch(newcomer.reference, newcomer.former)
+        self._watch(newcomer.reference, newcomer)
         if self.changes.tracer is not None:
             self.changes.tracer.keep_around()
 
@@ -340,18 +341,14 @@ class Parts:
         engine.pending.take_failed()  # an earlier training may have left it
         self.changes.tell_barrier(step)
 
-    def _watch(
-        self,
-        reference: float | None,
-        former: tuple[int, int, tuple[int, ...], int, str] | None = None,
-    ) -> None:
+    def _watch(self, reference: float | None, newcomer: NewcomerState | None = None) -> None:
         """Watches ranks and ops, if that is wanted."""
         changes, engine = self.changes, self.engine
         if self._watches_ranks:
             from dynmo.pipeline.elasticity import Elasticity
 
             changes.elastic = Elasticity(
-                changes.options, engine, changes.rebalancer, self.identity, reference, former
+                changes.options, engine, changes.rebalancer, self.identity, reference, newcomer
             )
         if self._trace:
             changes.tracer = self.new_tracer()

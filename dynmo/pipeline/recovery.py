@@ -394,9 +394,10 @@ class Recovery:
         """
         parts, world, before = self._parts, self._world, self._parts.changes
         assert self._copies is not None, "the ranks were counted"
-        goal = find_goal(world, self._copies, parts.model.layers, call.number)
+        first = min(each.number for each in self._journal)
+        goal = find_goal(world, self._copies, parts.model.layers, call.number, first)
         self._behind, self._ahead = goal.behind, goal.ahead
-        layout = layout_of(goal, world.size, before.options, parts.engine)
+        layout = layout_of(goal, goal.able, before.options, parts.engine)
         parts.engine.store.empty()
         arrivals = hand_over(world, goal, self._copies, layout)
         ranks = layout.ranks * layout.replicas

@@ -55,6 +55,10 @@ MIXED = (
         ("replicas", OF_REPLICAS, LIVE),
         ("1f1b", MIXED, LINE),
         pytest.param("post-validation", KILLS, LIVE, marks=pytest.mark.matrix),
+        # The first copy with a newcomer is not complete, which therefore cannot repeat the step.
+        pytest.param(
+            "regrouping", (Fault("kill", "copies", 1, 15),), LIVE, marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_a_run_with_faults_ends_with_the_undisturbed_digest(

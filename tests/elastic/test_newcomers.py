@@ -155,6 +155,23 @@ def test_next_rank_0_knows_whom_the_former_one_asked_for(
     assert "was asked for 2 more ranks 1000 s ago" in faults(run)[0]
 
 
+def test_ranks_are_asked_for_beside_those_that_wait(
+    home: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = mock.Mock(can_start=True, watch=list)
+    manager.name = "command"
+    monkeypatch.setattr(newcomers, "make_manager", lambda *_: manager)
+    run = entrance(home)
+    run.start(1)
+    waiting = Waiting(home, "a")
+    wait_for(run, 1)
+    run.start(1)
+    run.start(1)  # it is on its way
+    assert manager.start.mock_calls == [mock.call(1), mock.call(1)]
+    run.let_in(["state"])
+    assert waiting.end() == "state"
+
+
 def test_machine_of_the_next_rank_0_may_lack_the_manager(home: SignedStore) -> None:
     """A run has begun, so it goes on."""
     elastic = Elastic(releaser="command", release_command=["no-such"])

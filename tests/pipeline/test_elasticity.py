@@ -51,7 +51,7 @@ def test_a_run_goes_back_to_the_mesh_before_the_first_of_several_faults() -> Non
         assert lost is not None
         assert (lost.ranks, elasticity.grown, elasticity._stops) == (4, 0, False)
     assert not elasticity.acts(0), "the planned mesh waits for the missing ranks, too"
-    former = (4, 1, (1, 1, 1, 1), 4, "back")
-    newcomer = Elasticity(options, engine(3), nothing, nothing, former=former)
-    assert newcomer._lost_mesh == lost
-    assert Elasticity(options, engine(4), nothing, nothing, former=former)._lost_mesh is None
+    told: Any = SimpleNamespace(former=(4, 1, (1, 1, 1, 1), 4, "back"), postponed=(2, 2))
+    newcomer = Elasticity(options, engine(3), nothing, nothing, newcomer=told)
+    assert (newcomer._lost_mesh, newcomer.acts(5)) == (lost, False)
+    assert Elasticity(options, engine(4), nothing, nothing, newcomer=told)._lost_mesh is None
