@@ -61,7 +61,6 @@ class CaseOptions(Options):
         turn: Cases act in the order of their turns. Cases of the user's own act last.
         changes: The part of a GPT that the case gives other code, such as "attention". No other
             case may change it. Empty: none.
-        only_gpt: Whether the case cannot change that part in models of transformers.
         chooses_tokens: Whether layers compute other tokens in each microbatch.
     """
 
@@ -69,7 +68,6 @@ class CaseOptions(Options):
     turn: ClassVar[int] = 0
 
     changes: ClassVar[str] = ""
-    only_gpt: ClassVar[bool] = False
     chooses_tokens: ClassVar[bool] = False
 
     @property
@@ -83,11 +81,6 @@ class CaseOptions(Options):
             yield (
                 f'dynamism.{self.name}: model.kind = "emulated" has no {self.changes}; use "gpt" '
                 "or a model of your own"
-            )
-        elif self.only_gpt and run.model is not None and run.model.kind == "hf":
-            yield (
-                f'dynamism.cases: "{self.name}" changes code that model.kind = "hf" takes from '
-                'transformers; leave it out, or use "gpt" or a model of your own'
             )
         for other in run.cases.values():
             if self.changes and other.name != self.name and other.changes == self.changes:
@@ -113,6 +106,14 @@ class CaseOptions(Options):
             layers: The `GptLayers` of a GPT, which cases of earlier turns may have changed.
         """
         return layers
+
+    def hugging_face_layers(self, kinds: Any) -> Any:
+        """Returns what makes the layers of a model of transformers with this case.
+
+        Args:
+            kinds: The `LayerKinds` of the model, which cases of earlier turns may have changed.
+        """
+        return kinds
 
     def layers_added(self, model: ModelOptions) -> int:
         """Returns how many layers `gpt_layers` adds."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.cases.early_exit.layers import Leaving
+from dynmo.cases.early_exit.layers import Leaving, start
 from dynmo.cases.early_exit.options import EarlyExit
 from dynmo.extend import ConfigError, hugging_face
 
@@ -136,10 +136,12 @@ class ExitLayer(hugging_face.HuggingFaceLayer, Leaving):
         head: hugging_face.HeadLayer,
     ) -> None:
         super().__init__(head.shared_model)
-        # The names of the weights differ from those of the last head.
+        # No other layer has these names.
         self.exit_heads = nn.ModuleDict({str(block): head})
         self._std = kinds.std
-        self.decide_by(options, block, kinds.blocks, kinds.width)
+        self.decide_by(options, block, kinds.blocks)
+        if self.compares == "classifier":
+            self.exit_classifiers = nn.ModuleDict({str(block): nn.Linear(kinds.width, 1)})
 
     @property
     def of_folder(self) -> hugging_face.HeadLayer:
@@ -148,7 +150,13 @@ class ExitLayer(hugging_face.HuggingFaceLayer, Leaving):
         return head
 
     def start_own(self) -> None:
-        self.start_classifier(self._std)
+        if self.compares == "classifier":
+            for each in self.exit_classifiers.values():
+                start(cast(nn.Linear, each), self._std)
+
+    def guess(self, x: Tensor) -> Tensor:
+        (classifier,) = self.exit_classifiers.values()
+        return classifier(x)
 
     def types_in(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         (key,) = self.exit_heads

@@ -130,14 +130,8 @@ class Leaving(nn.Module):
 
     tape: WeightTape | None = None
 
-    def decide_by(self, options: EarlyExit, block: int, blocks: int, width: int) -> None:
-        """Takes what the options say.
-
-        Args:
-            block: The exit stands after this block.
-            blocks: Number of blocks of the model.
-            width: Last dimension of the states.
-        """
+    def decide_by(self, options: EarlyExit, block: int, blocks: int) -> None:
+        """Takes what the options say of an exit after a block."""
         self.compares = options.compares
         self.threshold, self.decays = options.threshold_of_policy, options.policy == "calm"
         weights, place = options.loss_weights(blocks), options.exits_of(blocks).index(block)
@@ -145,13 +139,10 @@ class Leaving(nn.Module):
         self.weight, self.later = weights[place], sum(weights[place + 1 :])
         self.total = sum(weights)
         self.exits, self.seen = False, (0, 0)
-        if self.compares == "classifier":
-            self.classifier = nn.Linear(width, 1)
 
-    def start_classifier(self, std: float) -> None:
-        if self.compares == "classifier":
-            nn.init.normal_(self.classifier.weight, std=std)
-            nn.init.zeros_(self.classifier.bias)
+    def guess(self, x: Tensor) -> Tensor:
+        """Returns what a classifier gives for states [tokens, hidden]: [tokens, 1]."""
+        raise NotImplementedError
 
     @property
     def needs_logits(self) -> bool:
@@ -186,7 +177,7 @@ class Leaving(nn.Module):
             assert before is not None, "the block before this exit keeps the states"
             return functional.cosine_similarity(x.float(), before.float(), dim=-1)
         if kind == "classifier":
-            return self.classifier(x).float().sigmoid().squeeze(-1)
+            return self.guess(x).float().sigmoid().squeeze(-1)
         assert logits is not None
         whole = logits.logsumexp(-1)
         if kind == "top-1" or logits.shape[-1] == 1:
@@ -203,11 +194,16 @@ class Leaving(nn.Module):
         if self.compares != "classifier":
             return stream
         right = (logits.detach().argmax(-1) == targets).float()
-        guesses = self.classifier(x.detach()).float().squeeze(-1)
+        guesses = self.guess(x.detach()).float().squeeze(-1)
         loss = functional.binary_cross_entropy_with_logits(
             guesses, right, weight=(targets != -100).float(), reduction="sum"
         )
         return add_loss(stream, loss / max(1, len(targets)), self.tape)
+
+
+def start(classifier: nn.Linear, std: float) -> None:
+    nn.init.normal_(classifier.weight, std=std)
+    nn.init.zeros_(classifier.bias)
 
 
 class ExitHead(Leaving):
@@ -225,8 +221,13 @@ class ExitHead(Leaving):
         self.norm = nn.RMSNorm(m.hidden, eps=1e-6)
         self.logits = nn.Linear(m.hidden, m.vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=m.init_std)
-        self.decide_by(options, block, m.blocks, m.hidden)
-        self.start_classifier(m.init_std)
+        self.decide_by(options, block, m.blocks)
+        if self.compares == "classifier":
+            self.classifier = nn.Linear(m.hidden, 1)
+            start(self.classifier, m.init_std)
+
+    def guess(self, x: Tensor) -> Tensor:
+        return self.classifier(x)
 
     def forward(self, *tensors: Tensor) -> Tensors:
         """Takes a `TokenState` and, for confidence "state", the states before the block."""

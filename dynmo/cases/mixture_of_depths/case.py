@@ -30,8 +30,9 @@ class MixtureOfDepthsCase(CountingCase):
         return layers_that(
             lambda module: hasattr(getattr(module, "router", None), "by_threshold"),
             modules,
-            "mixture_of_depths, but no layer of the model selects tokens; give one of your own an "
-            "attribute `router`, as dynmo.cases.mixture_of_depths.layers.RoutedAttentionHalf has",
+            "mixture_of_depths, but no layer of the model selects tokens; give load_model or "
+            "from_pretrained the cases, too, or a layer of your own an attribute `router`, as "
+            "dynmo.cases.mixture_of_depths.layers.RoutedAttentionHalf has",
         )
 
     def counted(self, module: Any) -> tuple[float, float, float]:

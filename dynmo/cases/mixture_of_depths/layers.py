@@ -47,43 +47,47 @@ class Router(nn.Module):
 
     tape: WeightTape | None = None
 
-    def __init__(self, m: ModelOptions, options: MixtureOfDepths) -> None:
+    def __init__(self, width: int, std: float, options: MixtureOfDepths) -> None:
         super().__init__()
         self.capacity, self.loss_weight = options.capacity, options.predictor_weight
         self.by_threshold = False
         self.seen: tuple[int, int, int | Tensor] = (0, 0, 0)
-        self.weight = nn.Linear(m.hidden, 1, bias=False)
-        nn.init.normal_(self.weight.weight, std=m.init_std)
+        self.weight = nn.Linear(width, 1, bias=False)
+        nn.init.normal_(self.weight.weight, std=std)
         self.predictor: nn.Sequential | None = None
         if options.predictor == "mlp":
-            width = max(1, m.hidden // _PREDICTOR_SHARE)
-            self.predictor = nn.Sequential(
-                nn.Linear(m.hidden, width), nn.SiLU(), nn.Linear(width, 1)
-            )
+            inner = max(1, width // _PREDICTOR_SHARE)
+            self.predictor = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, 1))
 
-    def forward(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, rows: int, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Selects tokens of x, [rows * sequence, hidden].
+
+        Args:
+            real: bool [rows * sequence], the tokens that are no padding. Padding is selected last,
+                and never by the predictor. None: all.
 
         Returns:
             Four tensors: `x`, the selected rows of x [selected, hidden], their weights [selected,
             1], and their places int64 [selected], ascending.
         """
         if not self.training:
-            index = self._predicted(x).nonzero().squeeze(1)
+            index = _without(self._predicted(x), real).nonzero().squeeze(1)
             x, chosen = select(x, index)
             return x, chosen, self.weight(chosen), index
         if self.predictor is None:
             scores = self.weight(x)
-            best = self._best(scores.detach(), rows)
+            best = self._best(scores.detach(), rows, real)
             guesses = scores
         else:
             with torch.no_grad():
-                best = self._best(self.weight(x), rows)
+                best = self._best(self.weight(x), rows, real)
             guesses = self.predictor(x.detach())
         chosen_by_best = torch.zeros(x.shape[0], device=x.device).index_fill_(0, best, 1.0)
         guesses = guesses.squeeze(-1).float()
         loss = functional.binary_cross_entropy_with_logits(guesses, chosen_by_best)
-        predicted = guesses.detach() > 0
+        predicted = _without(guesses.detach() > 0, real)
         index = predicted.nonzero().squeeze(1) if self.by_threshold else best
         # The count stays on the device, because reading it would make CUDA wait.
         right = (predicted == chosen_by_best.bool()).sum()
@@ -91,8 +95,10 @@ class Router(nn.Module):
         x, chosen = select(add_loss(x, self.loss_weight * loss, self.tape), index)
         return x, chosen, self.weight(chosen), index
 
-    def _best(self, scores: Tensor, rows: int) -> Tensor:
+    def _best(self, scores: Tensor, rows: int, real: Tensor | None) -> Tensor:
         """Finds the places of the largest scores of each row, int64 [rows * selected]."""
+        if real is not None:
+            scores = scores.squeeze(-1).masked_fill(~real, -torch.inf)
         scores = scores.view(rows, -1)
         count = selected_tokens(self.capacity, scores.shape[1])
         best = scores.topk(count, dim=1).indices.sort(dim=1).values
@@ -101,6 +107,11 @@ class Router(nn.Module):
     def _predicted(self, x: Tensor) -> Tensor:
         guesses = self.weight(x) if self.predictor is None else self.predictor(x)
         return guesses.squeeze(-1) > 0
+
+
+def _without(selected: Tensor, real: Tensor | None) -> Tensor:
+    """Leaves padding out of a selection."""
+    return selected if real is None else selected & real
 
 
 class RoutedAttentionHalf(gpt.AttentionHalf):
@@ -156,7 +167,7 @@ def gpt_layers(options: MixtureOfDepths, layers: gpt.GptLayers) -> gpt.GptLayers
     def attention(block: int) -> nn.Module:
         if block not in routed:
             return layers.attention(block)
-        return RoutedAttentionHalf(m, Router(m, options))
+        return RoutedAttentionHalf(m, Router(m.hidden, m.init_std, options))
 
     def feed_forward(block: int) -> nn.Module:
         half = layers.feed_forward(block)

@@ -18,7 +18,6 @@ class MixtureOfDepths(CaseOptions):
     name: ClassVar[str] = "mixture_of_depths"
     turn: ClassVar[int] = 4
     changes: ClassVar[str] = "attention"
-    only_gpt: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = True
 
     capacity: Annotated[float, Field(gt=0, le=1)] = 0.125
@@ -38,6 +37,9 @@ class MixtureOfDepths(CaseOptions):
 
     def gpt_layers(self, layers: Any) -> Any:
         return import_module(".layers", __package__).gpt_layers(self, layers)
+
+    def hugging_face_layers(self, kinds: Any) -> Any:
+        return import_module(".hugging_face", __package__).layers_of(self, kinds)
 
     def routed_blocks(self, blocks: int) -> tuple[int, ...]:
         return tuple(range(self.every - 1, blocks, self.every))

@@ -151,8 +151,7 @@ class Builder:
             told = time.monotonic()
             for number, index in enumerate(sorted(owned), 1):
                 retensored(layers[index], marked)
-                self.fill(self._number(index), layers[index].of_folder)
-                layers[index].start_own()
+                self.fill(self._number(index), layers[index])
                 _check_values(layers[index])
                 if time.monotonic() - told >= _EVERY:
                     told = time.monotonic()

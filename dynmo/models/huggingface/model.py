@@ -37,7 +37,7 @@ from dynmo.models.huggingface.build import (
 )
 from dynmo.models.huggingface.halves import BlockHalves, halves_of
 from dynmo.models.huggingface.kinds import LayerKinds
-from dynmo.models.huggingface.layers import TypesAt
+from dynmo.models.huggingface.layers import HuggingFaceLayer, TypesAt
 from dynmo.models.huggingface.load import Weights, has_weights, weights_of
 from dynmo.models.huggingface.names import FolderClass, folder_class_of
 from dynmo.models.huggingface.private import initialise, types_after_loading
@@ -49,6 +49,7 @@ from dynmo.models.huggingface.probe import (
 )
 from dynmo.models.huggingface.router import RouterLoss, router_loss_of
 from dynmo.models.huggingface.rows import check_rows
+from dynmo.models.huggingface.stubs import has_no_values
 from dynmo.models.loss import Loss, causal_lm_loss, count_labels, is_sum
 from dynmo.models.model import Model, check_loss
 from dynmo.models.options import ModelOptions
@@ -188,15 +189,6 @@ def from_pretrained(  # noqa: PLR0913
     cuts = [each if isinstance(each, BlockHalves) else None for each in halves]
     specs = layer_specs(cuts, kinds.heads)
 
-    def fill(index: int, layer: nn.Module) -> None:
-        torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-        if weights is None:
-            initialise(model, layer)
-        else:
-            weights.fill(index, layer)
-        if adapters is not None:
-            adapters.fill(layer)
-
     is_own = loss is not causal_lm_loss
     if is_own:
         _check_own_loss(loss, router, kinds)
@@ -204,7 +196,7 @@ def from_pretrained(  # noqa: PLR0913
     builder = Builder(
         structure,
         specs,
-        fill,
+        _Fill(model, seed, weights, adapters),
         router,
         types,
         frozen_layers(specs, freeze, train_last),
@@ -259,6 +251,46 @@ def _halves(structure: ModelStructure, cut: BlockCut, kinds: LayerKinds) -> list
         "a case takes it whole" if index in kinds.whole else halves_of(structure, index)
         for index in range(structure.count)
     ]
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """Sets the values of layers.
+
+    Attributes:
+        model: The model on the meta device.
+        seed: Seed of what is drawn.
+        weights: The weights in the model's folder. None draws all.
+        adapters: The adapters, if there are some.
+    """
+
+    model: PreTrainedModel
+    seed: int
+    weights: Weights | None
+    adapters: Any
+
+    def __call__(self, index: int, layer: nn.Module) -> None:
+        assert isinstance(layer, HuggingFaceLayer)
+        of_folder = layer.of_folder
+        torch.manual_seed(mix(self.seed, Purpose.INITIAL, index))
+        if self.weights is None:
+            initialise(self.model, of_folder)
+        else:
+            self.weights.fill(index, of_folder)
+        if self.adapters is not None:
+            self.adapters.fill(of_folder)
+        if of_folder is not layer and not has_no_values():
+            layer.start_own()
+            self._read_own(layer, of_folder)
+
+    @torch.no_grad()
+    def _read_own(self, layer: nn.Module, of_folder: nn.Module) -> None:
+        """Reads what cases have added to a layer, if an export of such a model has it."""
+        known = {id(each) for each in of_folder.state_dict(keep_vars=True).values()}
+        own = {n: x for n, x in layer.state_dict(keep_vars=True).items() if id(x) not in known}
+        if self.weights is not None:
+            for name, value in self.weights.read_beside(own.keys() & self.weights.beside.keys()):
+                own[name].copy_(value)
 
 
 def _check_own_loss(loss: Loss, router: RouterLoss | None, kinds: LayerKinds) -> None:

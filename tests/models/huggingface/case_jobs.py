@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 import dynmo
 from dynmo.huggingface import from_pretrained
@@ -33,14 +37,15 @@ def train(  # noqa: PLR0913
     Args:
         case: Name of its options in `dynmo`. Empty: there is none.
         options: Its options.
-        shape: Type of the model.
+        shape: Type of the model, or its folder.
         config: What differs in the config of the model.
         save: Folder that gets a checkpoint after three steps.
         load: Folder of a checkpoint to go on from.
         pipeline: Options of the pipeline.
     """
     cases = [getattr(dynmo, case)(**(options or {}))] if case else []
-    model = from_pretrained(tiny(shape, **(config or {})), cases=cases)
+    source = shape if "/" in shape else tiny(shape, **(config or {}))
+    model = from_pretrained(source, cases=cases)
     given: dict[str, Any] = {"microbatches": 4, "cases": cases, "steps": STEPS, **(pipeline or {})}
     trained = dynmo.Pipeline(model, world, **grouped(given))
     losses, first = list[float](), trained.load(load) if load else 0
@@ -68,3 +73,10 @@ def equal_on_ranks(
     resumed = pool.run(TRAIN, ranks[-1], load=place, **given)[0]
     assert resumed == {"losses": first["losses"][3:], "weights": first["weights"]}
     return first
+
+
+def save_shape(shape: str, folder: Path) -> str:
+    """Saves a model of transformers, and returns the folder."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny(shape)).save_pretrained(folder)
+    return str(folder)
