@@ -155,7 +155,7 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
     }
     pairs = dict[str, float]()
     for share in CAPACITIES:
-        router = Router(model, MixtureOfDepths(capacity=share))
+        router = Router(hidden, model.init_std, MixtureOfDepths(capacity=share))
         half = RoutedAttentionHalf(model, router)
         back = FeedForwardHalf(model)
         back.residual = add_selected
