@@ -49,8 +49,9 @@ EVERY, SHARE = 10.0, 1 / 8
 QUICK = 0.25
 # Seconds in which the store must answer.
 _ANSWER = 2.0
-# Least seconds that a rank gets to leave a wait that is over.
-_LEAVE = 10.0
+# Seconds that a rank gets to leave a wait that is over, if others go on without it. Else it has at
+# least `parallel.timeout`, too.
+_LEAVE = 5.0
 # Key of the store by which a rank tells that its generation cannot go on.
 ENDED = "ended"
 # In the environment of a rank: nobody takes it for dead, and it waits without a limit.
@@ -410,7 +411,7 @@ class Heartbeat:
         if verdict is None or self._is_patient:
             self._judged = now
             return
-        limit = max(_LEAVE, self._world.timeout)
+        limit = _LEAVE if self.is_quick else max(_LEAVE, self._world.timeout)
         if now - self._judged < limit:
             return
         stuck = next((wait for wait in self._open_waits if wait.begun < self._judged), None)
