@@ -55,12 +55,28 @@ def in_files(
             in transformers. None means float32.
     """
     types, left_out = model.types(dtype or torch.float32), _left_out(model)
+    state = _stacked(model, state)
     kept = {
         model.folder_class.names(name): tensor.to(types.get(name, tensor.dtype))
         for name, tensor in state.items()
         if name not in left_out
     }
     return as_in_files(model.folder_class.model, kept)
+
+
+def _stacked(model: HuggingFaceModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Puts experts together that a case has taken apart. Their names end with a number."""
+    whole, apart = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    known = model.structure.model.state_dict()
+    for name, tensor in state.items():
+        stem, _, number = name.rpartition(".")
+        if number.isdecimal() and stem in known:
+            apart.setdefault(stem, {})[int(number)] = tensor
+        else:
+            whole[name] = tensor
+    return whole | {
+        stem: torch.stack([each[at] for at in sorted(each)]) for stem, each in apart.items()
+    }
 
 
 def _left_out(model: HuggingFaceModel) -> set[str]:

@@ -45,7 +45,8 @@ def save_pretrained(
 
     Raises:
         ConfigError: The model is not one of transformers, there is no such type, the adapters
-            cannot be merged, or `folder` is that of the weights under the adapters.
+            cannot be merged, `folder` is that of the weights under the adapters, or experts are
+            spread over replicas.
         RunError: A rank could not write its part. Every rank raises it, and the files of the folder
             are as before.
     """
@@ -53,6 +54,11 @@ def save_pretrained(
     kind = type_of(dtype)
     store = pipeline.mesh.store
     world = store.world
+    if store.spread.placements:
+        raise ConfigError(
+            "no rank has all experts of a layer; save a checkpoint, resume it with "
+            "parallel.expert = 1, and export it then"
+        )
     if world.replicas > 1:
         # Raises if replicas differ: the first replica's weights are saved for all.
         pipeline.digest()

@@ -188,7 +188,8 @@ def _elastic(options: PipelineOptions, layers: int | None) -> Iterator[str]:
 
 def _experts(options: PipelineOptions, model: ModelOptions | None) -> Iterator[str]:
     key, moe = f"parallel.expert = {options.expert}", model is not None and model.kind == "moe"
-    if model is not None and not moe and not model.kind.startswith("python:"):
+    has_own = model is None or model.kind == "hf" or model.kind.startswith("python:")
+    if model is not None and not moe and not has_own:
         yield (
             f'{key}, but model.kind = "{model.kind}" has no experts of dynmo; use '
             'model.kind = "moe", or leave it out'

@@ -228,7 +228,7 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
 def make(options: Experts, run: RunFacts) -> Dynamism:
     """Makes the case. `check` counts the experts of a model of the user's own."""
     model = run.model
-    if model is None:
+    if model is None or model.kind == "hf":
         return ExpertsCase(options, 0, 0.0, run.expert, options.redundant)
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
     return ExpertsCase(options, model.experts, rate, run.expert, run.most_groups(model.experts))

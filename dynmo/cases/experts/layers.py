@@ -41,31 +41,16 @@ from dynmo.cases.experts.routing import ExpertRouter
 from dynmo.extend import GroupedLinear, GroupPlacement, exchange_rows, gpt
 
 
-class ExpertsHalf(gpt.AddingHalf):
-    """x + experts(norm(x)), with `shared_experts` that compute every token."""
+class SpreadExperts(nn.Module):
+    """Experts whose weights may be spread over replicas. They are two grouped linears."""
 
-    varying_time = True
-
-    def __init__(self, m: ModelOptions) -> None:
-        super().__init__(m)
-        inner, shared = gpt.feed_forward_size(m.hidden), m.shared_experts
-        self.capacity_factor = m.capacity_factor
-        self.router = ExpertRouter(m)
-        self.gate_up = GroupedLinear(m.experts, m.hidden, 2 * inner, m.init_std)
-        self.down = GroupedLinear(m.experts, inner, m.hidden, m.residual_std)
-        self.gate_up.per_token = self.down.per_token = m.top_k
-        self.shared_gate_up: nn.Linear | None = None
-        self.shared_down: nn.Linear | None = None
-        if shared:
-            self.shared_gate_up = nn.Linear(m.hidden, 2 * shared * inner, bias=False)
-            self.shared_down = nn.Linear(shared * inner, m.hidden, bias=False)
-            nn.init.normal_(self.shared_gate_up.weight, std=m.init_std)
-            nn.init.normal_(self.shared_down.weight, std=m.residual_std)
-        self._spread: tuple[Any, list[list[int]], list[int]] | None = None
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    _placed: tuple[Any, list[list[int]], list[int]] | None = None
 
     @property
     def groups(self) -> int:
-        return self.router.experts
+        return self.gate_up.groups
 
     def hold(self, groups: Sequence[int]) -> None:
         """Drops the weights of all other experts."""
@@ -88,35 +73,41 @@ class ExpertsHalf(gpt.AddingHalf):
         # The experts that compute this replica's rows elsewhere, and those of others here.
         sent = [between(place, target) for target in replicas]
         taken = [between(source, place) for source in replicas]
-        self._spread = exchange, sent, [len(each) for each in taken]
+        self._placed = exchange, sent, [len(each) for each in taken]
         blocks = [(source, expert) for source in replicas for expert in taken[source]]
         for linear in (self.gate_up, self.down):
             linear.take_rows(blocks, place)
 
-    def added(self, x: Tensor) -> Tensor:
-        flat = self.norm(x.reshape(-1, x.shape[-1]))
-        flat, chosen, weights, load = self.router(flat)
-        places, counts, order = self.sort_by_expert(chosen, load)
-        rows = flat.index_select(0, places)
-        compute = self._experts if self._spread is None else self._spread_experts
-        out = compute(rows, counts)
+    def gated(self, x: Tensor) -> Tensor:
+        """Returns what lies between the two linears."""
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def by_pairs(
+        self, flat: Tensor, weights: Tensor, counts: Sequence[int], order: Tensor
+    ) -> Tensor:
+        """Returns the weighted sum of what the experts give each token, [tokens, hidden].
+
+        Args:
+            flat: [tokens, hidden].
+            weights: [tokens, choices].
+            counts: Pairs of a token and an expert, by expert.
+            order: The places of these pairs in the flat weights, by expert.
+        """
+        rows = flat.index_select(0, order // weights.shape[1])
+        out = (self._here if self._placed is None else self._elsewhere)(rows, counts)
         out = out * weights.flatten().index_select(0, order).unsqueeze(1).to(out.dtype)
         # Each pair has its own place, so that the sum over a token's experts has one order.
-        pairs = flat.new_zeros(chosen.numel(), flat.shape[1]).index_copy(0, order, out)
-        total = pairs.view(*chosen.shape, flat.shape[1]).sum(1)
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            gate, up = self.shared_gate_up(flat).chunk(2, dim=-1)
-            total = total + self.shared_down(functional.silu(gate) * up)
-        return self.dropout(total.view(x.shape))
+        pairs = flat.new_zeros(weights.numel(), flat.shape[1]).index_copy(0, order, out)
+        return pairs.view(*weights.shape, flat.shape[1]).sum(1)
 
-    def _experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up, counts)
+    def _here(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        return self.down(self.gated(self.gate_up(rows, counts)), counts)
 
-    def _spread_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Like `_experts`, with the experts of all replicas of the group."""
-        assert self._spread is not None
-        exchange, targets, taken_experts = self._spread
+    def _elsewhere(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Like `_here`, with the experts of all replicas of the group."""
+        assert self._placed is not None
+        exchange, targets, taken_experts = self._placed
         order = [expert for experts in targets for expert in experts]
         by_expert = rows.split(list(counts))
         there = torch.cat([by_expert[expert] for expert in order])
@@ -124,11 +115,51 @@ class ExpertsHalf(gpt.AddingHalf):
         takes = exchange.counts(sends, taken_experts)
         sent, taken = ([sum(each) for each in of] for of in (sends, takes))
         arrived = exchange_rows(there, sent, taken, exchange)
-        out = self._experts(arrived, [count for each in takes for count in each])
+        out = self._here(arrived, [count for each in takes for count in each])
         back = exchange_rows(out, taken, sent, exchange).split([counts[expert] for expert in order])
         return torch.cat(
             [part for _, part in sorted(zip(order, back, strict=True), key=itemgetter(0))]
         )
+
+
+def counts_of(load: Tensor, pairs: int) -> list[int]:
+    """Returns the tokens of each expert. If only shapes are known, they are even."""
+    if type(load) is Tensor:
+        return load.tolist()
+    each, over = divmod(pairs, len(load))
+    return [each + (expert < over) for expert in range(len(load))]
+
+
+class ExpertsHalf(SpreadExperts, gpt.AddingHalf):
+    """x + experts(norm(x)), with `shared_experts` that compute every token."""
+
+    varying_time = True
+
+    def __init__(self, m: ModelOptions) -> None:
+        super().__init__(m)
+        inner, shared = gpt.feed_forward_size(m.hidden), m.shared_experts
+        self.capacity_factor = m.capacity_factor
+        self.router = ExpertRouter(m)
+        self.gate_up = GroupedLinear(m.experts, m.hidden, 2 * inner, m.init_std)
+        self.down = GroupedLinear(m.experts, inner, m.hidden, m.residual_std)
+        self.gate_up.per_token = self.down.per_token = m.top_k
+        self.shared_gate_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
+        if shared:
+            self.shared_gate_up = nn.Linear(m.hidden, 2 * shared * inner, bias=False)
+            self.shared_down = nn.Linear(shared * inner, m.hidden, bias=False)
+            nn.init.normal_(self.shared_gate_up.weight, std=m.init_std)
+            nn.init.normal_(self.shared_down.weight, std=m.residual_std)
+
+    def added(self, x: Tensor) -> Tensor:
+        flat = self.norm(x.reshape(-1, x.shape[-1]))
+        flat, chosen, weights, load = self.router(flat)
+        _, counts, order = self.sort_by_expert(chosen, load)
+        total = self.by_pairs(flat, weights, counts, order)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            gate, up = self.shared_gate_up(flat).chunk(2, dim=-1)
+            total = total + self.shared_down(functional.silu(gate) * up)
+        return self.dropout(total.view(x.shape))
 
     def sort_by_expert(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, list[int], Tensor]:
         """Sorts (token, choice) pairs of `chosen` by expert, earlier tokens first.
@@ -139,11 +170,7 @@ class ExpertsHalf(gpt.AddingHalf):
         """
         router, pairs = self.router, chosen.flatten()
         order = pairs.argsort(stable=True)
-        if type(load) is Tensor:
-            counts: list[int] = load.tolist()
-        else:  # only shapes are known
-            each, over = divmod(len(pairs), router.experts)
-            counts = [each + (expert < over) for expert in range(router.experts)]
+        counts = counts_of(load, len(pairs))
         most = len(chosen)
         if self.capacity_factor is not None:
             room = self.capacity_factor * most * router.top_k / router.experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -26,6 +26,9 @@ class Experts(CaseOptions):
     """Experts that a replica may hold besides its equal part. Hot experts are copied there."""
     least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Experts move if the load of the busiest replica then falls by at least this share."""
+
+    def hugging_face_layers(self, kinds: Any) -> Any:
+        return import_module(".hugging_face", __package__).layers_of(kinds)
 
     @classmethod
     def compile_ahead(cls) -> None:
@@ -61,7 +64,8 @@ class Experts(CaseOptions):
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         model = run.model
-        if model is not None and model.kind != "moe" and not model.kind.startswith("python:"):
+        kinds = ("moe", "hf")
+        if model is not None and model.kind not in kinds and not model.kind.startswith("python:"):
             yield (
                 f'dynamism.cases: "experts", but model.kind = "{model.kind}" has no experts of '
                 'dynmo; use model.kind = "moe"'

@@ -19,6 +19,7 @@ from dynmo.models.huggingface.layers import (
     without_sums,
 )
 from dynmo.models.huggingface.router import RouterLoss
+from dynmo.models.huggingface.stubs import Unowned, with_module
 from dynmo.models.loss import Loss, next_labels
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "Loss",
     "RouterLoss",
     "SharedModel",
+    "Unowned",
     "next_labels",
     "unpacked",
+    "with_module",
     "without_sums",
 ]
 

@@ -236,6 +236,9 @@ class HuggingFaceLayer(nn.Module):
         """The part whose names and values are those of the model's folder."""
         return self
 
+    def take(self, of_folder: nn.Module) -> None:
+        """Takes the values of `of_folder`, where they are not those of the layer itself."""
+
     def start_own(self) -> None:
         """Draws the values of what the model of the folder lacks."""
 

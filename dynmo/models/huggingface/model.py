@@ -280,6 +280,7 @@ class _Fill:
         if self.adapters is not None:
             self.adapters.fill(of_folder)
         if of_folder is not layer and not has_no_values():
+            layer.take(of_folder)
             layer.start_own()
             self._read_own(layer, of_folder)
 

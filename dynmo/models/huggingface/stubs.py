@@ -190,6 +190,13 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
+def with_module(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
+    """Returns a copy that has another module at a path, and shares all else."""
+    twin, (name, _, rest) = shallow_copy(module), path.partition(".")
+    twin._modules[name] = with_module(module.get_submodule(name), rest, other) if rest else other
+    return twin
+
+
 def retensored(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Gives a module other tensors in place of its parameters and buffers."""
     for part in module.modules():

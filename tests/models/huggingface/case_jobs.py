@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dynmo
-from dynmo.huggingface import from_pretrained
+from dynmo.huggingface import from_pretrained, save_pretrained
 from dynmo.pipeline.options import grouped
 from dynmo.runtime.comm.meeting import Meeting
 from tests.models.huggingface.small import make_batch
@@ -31,6 +31,7 @@ def train(  # noqa: PLR0913
     save: str = "",
     load: str = "",
     pipeline: dict[str, Any] | None = None,
+    export: str = "",
 ) -> dict[str, Any]:
     """Trains with a case. Layers move after two steps and after four.
 
@@ -42,6 +43,7 @@ def train(  # noqa: PLR0913
         save: Folder that gets a checkpoint after three steps.
         load: Folder of a checkpoint to go on from.
         pipeline: Options of the pipeline.
+        export: Folder that gets the model at the end.
     """
     cases = [getattr(dynmo, case)(**(options or {}))] if case else []
     source = shape if "/" in shape else tiny(shape, **(config or {}))
@@ -54,9 +56,13 @@ def train(  # noqa: PLR0913
         if step in (2, 4) and ranks > 1:
             own = step // 2
             trained.move([own] * (ranks - 1) + [layers - own * (ranks - 1)])
-        losses.append(trained.step(make_batch(step, padded)).loss)
+        batch, (_, replicas) = make_batch(step, padded), trained.mesh.shape
+        own = {name: x.chunk(replicas)[trained.mesh.replica] for name, x in batch.items()}
+        losses.append(trained.step(own).loss)
         if save and step == 2:
             trained.save(save)
+    if export:
+        save_pretrained(trained, export)
     return {"losses": losses, "weights": trained.digest()}
 
 
@@ -75,8 +81,8 @@ def equal_on_ranks(
     return first
 
 
-def save_shape(shape: str, folder: Path) -> str:
+def save_shape(shape: str, folder: Path, **config: Any) -> str:
     """Saves a model of transformers, and returns the folder."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny(shape)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(tiny(shape, **config)).save_pretrained(folder)
     return str(folder)
