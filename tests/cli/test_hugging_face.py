@@ -105,7 +105,6 @@ def test_folders_that_cannot_be_trained_are_refused(folder: Path, run: Run, name
         ("model.path=", ['model.kind = "hf" needs model.path']),
         ("model.sequence=200", ["model.sequence = 200", "128 positions"]),
         ("model.vocab=300", ["model.vocab", "leave it out"]),
-        ('dynamism.cases=["early_exit"]', ['"early_exit"', 'model.kind = "hf"']),
     ],
 )
 def test_values_that_do_not_fit_the_folder_are_refused(

@@ -113,7 +113,7 @@ def goes_on(
         pytest.param(1, {}, marks=pytest.mark.matrix),
         pytest.param(2, {}, marks=pytest.mark.matrix),
         pytest.param(3, {"schedule": "zb-h1", "reduction_slots": 2}, marks=pytest.mark.matrix),
-        (3, {"post_validation": True}),
+        pytest.param(3, {"post_validation": True}, marks=pytest.mark.matrix),
         (4, {"microbatches": 2, "replicas": 2, "zero": 1}),
     ],
 )

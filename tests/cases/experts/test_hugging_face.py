@@ -25,7 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, Any] = {"record_every": 1, "place_every": 2, "least_gain": 0.0}
 
 
-@pytest.mark.parametrize("shape", mostly_matrix(SHAPES, ["mixtral"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", SHAPES)
 def test_any_number_of_ranks_has_the_losses_of_transformers(
     pool: Pool, tmp_path: Path, shape: str
 ) -> None:
@@ -55,6 +56,7 @@ def test_spread_experts_keep_the_bits(pool: Pool, tmp_path: Path, shape: str) ->
         assert torch.equal(torch.stack(apart) if apart else state[name], value)
 
 
+@pytest.mark.matrix
 def test_spread_experts_are_not_exported(pool: Pool, tmp_path: Path) -> None:
     pipeline: dict[str, Any] = {"microbatches": 2, "replicas": 2, "expert": 2}
     given: dict[str, Any] = {"case": "Experts", "shape": "mixtral", "pipeline": pipeline}

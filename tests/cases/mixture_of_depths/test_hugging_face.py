@@ -40,7 +40,8 @@ def test_ranks_moves_and_a_resume_keep_the_bits(
     assert all(a != b for a, b in zip(told["losses"], plain, strict=True))
 
 
-@pytest.mark.parametrize("shape", mostly_matrix(SHAPES, ["llama"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", SHAPES)
 def test_all_tokens_have_the_numbers_of_the_model_alone(
     pool: Pool, tmp_path: Path, shape: str
 ) -> None:
