@@ -70,14 +70,12 @@ class RoutedBlock(hugging_face.BlockLayer):
         real = None if mask is None else mask.flatten() > 0
         stream, chosen, _, index = self.router(hidden.reshape(-1, width), rows, real)
         # Slots of the selected tokens, in rows of equal length.
-        row = index // tokens
-        counts = torch.bincount(row, minlength=rows)
-        if self.training and not self.router.by_threshold:
-            length = len(index) // rows
-        else:
+        length, slots = len(index) // rows, torch.arange(len(index), device=index.device)
+        if not self.training or self.router.by_threshold:
+            row = index // tokens
+            counts = torch.bincount(row, minlength=rows)
             length = max(1, int(counts.max()))
-        slots = row * length + torch.arange(len(index), device=row.device)
-        slots -= (counts.cumsum(0) - counts)[row]
+            slots += row * length - (counts.cumsum(0) - counts)[row]
         few = torch.zeros(rows * length, width, dtype=hidden.dtype, device=hidden.device)
         few = few.index_copy(0, slots, chosen).view(rows, length, width)
 
