@@ -14,6 +14,7 @@ is the loss of the outputs alone.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -140,9 +141,9 @@ class Leaving(nn.Module):
         self.total = sum(weights)
         self.exits, self.seen = False, (0, 0)
 
+    @abstractmethod
     def guess(self, x: Tensor) -> Tensor:
         """Returns what a classifier gives for states [tokens, hidden]: [tokens, 1]."""
-        raise NotImplementedError
 
     @property
     def needs_logits(self) -> bool:

@@ -1,7 +1,7 @@
 """Gives a block another attention, by transformers' interface for attention functions.
 
-Any class that asks this interface for its function can have it. What the function takes beside
-queries, keys and values was made for the block's own attention.
+Any class that asks this interface for its function can have it. The function also takes the mask
+and the factors that the model makes for the block's own attention.
 """
 
 from __future__ import annotations
